@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.engine.architecture.quantization.gguf import SCHEMES
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.model_files import check_regular
 
 PLAIN = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a number, by the types that are not quantized."""
@@ -103,6 +104,7 @@ def read(path: Path) -> GgufFile:
 
 
 def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    check_regular(path)
     try:
         with path.open("rb") as stream:
             if stream.read(4) != b"GGUF":

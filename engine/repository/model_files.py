@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import json
 import math
+import stat
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository import mistral_layout
 
 _PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "tokenizer*", "*.py")
+_READ = (*_PATTERNS, "*.safetensors", "*.bin", "*.gguf")
+"""The files that are read in a local folder."""
 LoadFormat = Literal["safetensors", "pt", "mistral"]
 """mistral: safetensors in Mistral's own layout."""
 PARAMS = "params.json"
@@ -49,7 +52,9 @@ def locate(model: str, revision: str | None, download_dir: str | None, patterns:
     path = Path(model).expanduser()
     try:
         if path.is_dir():
-            next(path.iterdir(), None)  # raises if it cannot be read
+            for file in path.iterdir():
+                if any(fnmatch.fnmatch(file.name, pattern) for pattern in _READ) and not file.is_dir():
+                    check_regular(file)
             return path.resolve()
         exists = path.exists()
     except OSError as error:
@@ -59,6 +64,15 @@ def locate(model: str, revision: str | None, download_dir: str | None, patterns:
             f"{model}: no such model folder (the name of a Hugging Face repository has the form owner/name, or name)"
         )
     return download(model, revision, download_dir, patterns)
+
+
+def check_regular(file: Path) -> None:
+    """Raise `ConfigError` for what is no regular file, if it exists: reading a FIFO or a device may never end."""
+    with contextlib.suppress(OSError):  # reading it says why
+        mode = file.stat().st_mode
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+        if (kind := kinds.get(stat.S_IFMT(mode))) is not None:
+            raise ConfigError(f"{file}: {kind}, not a regular file")
 
 
 def find_load_format(model: str, revision: str | None, folder: Path) -> LoadFormat:
@@ -232,12 +246,13 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(path: Path) -> Any:
+    check_regular(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path.parent}: no {path.name} found; is it a Hugging Face model folder?") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid JSON: nested too deeply") from None
     except ValueError as error:  # also for integers of thousands of digits

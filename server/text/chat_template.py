@@ -23,7 +23,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.repository.model_files import read_json
+from quire.engine.repository.model_files import check_regular, read_json
 from quire.server.text.tokenizer import Tokenizer
 
 
@@ -142,6 +142,7 @@ def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read(path: Path) -> str:
+    check_regular(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

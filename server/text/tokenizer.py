@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -63,13 +63,23 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids; with `add_special_tokens` as the model expects a prompt (usually with bos)."""
+        ids: list[int] = self._encoding(self.backend.encode_batch_fast, text, add_special_tokens).ids
+        return ids
+
+    def _encoding(
+        self, encode_batch: Callable[..., list[Encoding]], text: str, add_special_tokens: bool = False
+    ) -> Encoding:
+        """The encoding of a text. Unlike `encode`, `encode_batch` releases the interpreter lock, and
+        `encode_batch_fast` computes no offsets.
+        """
         try:
-            # Unlike encode, encode_batch releases the interpreter lock.
-            (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except TypeError:  # raised for a str that cannot be encoded as UTF-8
             raise _surrogate_error() from None
-        ids: list[int] = encoding.ids
-        return ids
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust; no module has the class
+                raise
+            raise InvalidParameter(f"the tokenizer cannot process this text: {error}") from None
 
     @cached_property
     def max_characters(self) -> int | None:
@@ -97,10 +107,7 @@ class Tokenizer:
                 f"truncate_prompt_tokens must be at least {limit - room}, the number of special tokens added to a text",
                 "truncate_prompt_tokens",
             )
-        try:
-            (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
-        except TypeError:
-            raise _surrogate_error() from None
+        encoding = self._encoding(self.backend.encode_batch_fast, text)
         encoding.truncate(room, direction=side)
         ids: list[int] = self.backend.post_process(encoding, None, add_special_tokens).ids
         return ids
@@ -175,11 +182,7 @@ class Tokenizer:
 
     def shortened(self, text: str, limit: int, side: Literal["left", "right"] = "right") -> str:
         """Return the part of a text that its first `limit` tokens represent, or its last ones."""
-        try:
-            (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
-        except TypeError:
-            raise _surrogate_error() from None
-        spans = encoding.offsets
+        spans = self._encoding(self.backend.encode_batch, text).offsets
         if len(spans) <= limit:
             return text
         if not limit:
@@ -189,8 +192,7 @@ class Tokenizer:
     def offsets(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return where in `text` each token of `encode` starts. Added special tokens are between characters."""
         begins, end = [], 0
-        (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        for start, stop in encoding.offsets:
+        for start, stop in self._encoding(self.backend.encode_batch, text, add_special_tokens).offsets:
             begins.append(min(start, end) if start < stop else end)
             end = max(end, stop)
         return begins

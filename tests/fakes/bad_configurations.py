@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,14 @@ def directory(file: str) -> Edit:
     def edit(folder: Path) -> None:
         (folder / file).unlink()
         (folder / file).mkdir()
+
+    return edit
+
+
+def fifo(file: str) -> Edit:
+    def edit(folder: Path) -> None:
+        (folder / file).unlink(missing_ok=True)
+        os.mkfifo(folder / file)
 
     return edit
 
@@ -265,6 +274,11 @@ CASES = [
     flags("Repo id|cannot be downloaded", "a b/c d", model=None, environment={"HF_HUB_OFFLINE": "1"}),
     # config.json
     BadConfiguration("config.json: missing", "no config.json found", edit=without("config.json")),
+    BadConfiguration("config.json: a FIFO", "config.json: a FIFO, not a regular file", edit=fifo("config.json")),
+    BadConfiguration("weights: a FIFO", "model-2.safetensors: a FIFO", edit=fifo("model-2.safetensors")),
+    BadConfiguration(
+        "tokenizer_config.json: a FIFO", "tokenizer_config.json: a FIFO", edit=fifo("tokenizer_config.json")
+    ),
     BadConfiguration("config.json: a directory", "config.json: cannot be read", edit=directory("config.json")),
     file("config.json: not valid JSON", "config.json", ""),
     file("config.json: not valid JSON", "config.json", "{'a': 1}"),

@@ -96,6 +96,24 @@ async def test_a_cancelled_question_kills_its_fork(answering: Make, tmp_path: Pa
     assert psutil.wait_procs([fork], timeout=10)[0]
 
 
+def test_native_code_does_not_write_to_the_log(answering: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    write = "__import__('os').write(2, b'a panic') and __import__('sys').stderr.write('a traceback\\n') and q"
+    assert answering(write).ask(b"a") == b"a"
+    assert capfd.readouterr().err == "a traceback\n"
+
+
+async def test_forks_for_short_questions_are_kept(answering: Make) -> None:
+    pid = answering(f"b'%d' % __import__('os').getpid() if q else {FOR_EVER}", seconds=60)
+    kept = await pid.ask_kept(b"a", 1.0)
+    assert await pid.ask_kept(b"a" * 2**20, 1.0) == kept
+    assert len({*await asyncio.gather(*(pid.ask_kept(b"a", 1.0) for _ in range(5)))}) == 5
+    with pytest.raises(SandboxStopped):
+        await pid.ask_kept(b"", 0.05)
+    assert await pid.ask_async(b"a") != kept
+    pid.close()
+    await asyncio.sleep(0)  # the connections are closed
+
+
 def test_a_helper_may_give_way_to_others(answering: Make) -> None:
     with contextlib.closing(Sandbox(eval, "lambda q: b'%d' % __import__('os').nice(0)", 1.0, niceness=3)) as nice:
         assert int(nice.ask(b"")) == min(os.nice(0) + 3, 19)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
@@ -326,3 +326,13 @@ def test_pairs_are_joined_as_the_backend_does(processor: Any, add_special_tokens
                 a, b = (each.ids for each in backend.encode_batch([first, second], add_special_tokens=False))
                 ids, _ = tokenizer.join_pair(a, b, limit, add_special_tokens=add_special_tokens, side=side)
                 assert ids == backend.post_process(one, other, add_special_tokens).ids
+
+
+def test_a_panic_of_the_backend_is_the_clients_error() -> None:
+    panic = type("PanicException", (BaseException,), {})
+
+    def encode_batch(texts: list[str], add_special_tokens: bool) -> NoReturn:
+        raise panic("Onig: fail to memory allocation")
+
+    with pytest.raises(InvalidParameter, match="the tokenizer cannot process this text: Onig: fail"):
+        Tokenizer.load(DEMO_MODEL)._encoding(encode_batch, "a")
