@@ -51,7 +51,7 @@ def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str,
                 yield from _commands(command, f"{name} {own_name}")
             return
     if isinstance(parser, LazyParser):
-        parser.parse_known_args([])  # lets it read its flags
+        parser.fill()
     yield name, parser
 
 

@@ -28,17 +28,17 @@ MAX_REPLICAS = 1024
 
 def count_local_ranks(options: EngineOptions) -> int:
     """Number of ranks on this host, of all its replicas. Raises `ConfigError` for layouts that are not possible."""
+    if not 0 <= options.node_rank < options.nnodes:
+        raise ConfigError(
+            f"--node-rank {options.node_rank} is out of range: with --nnodes {options.nnodes} it must be from 0 to "
+            f"{options.nnodes - 1}"
+        )
     ranks, nodes = options.tensor_parallel_size * options.pipeline_parallel_size, nodes_per_replica(options)
     if ranks % nodes:
         whose = f"the {nodes} hosts of a replica" if options.data_parallel_size > 1 else "hosts"
         raise ConfigError(
             f"--nnodes {options.nnodes}: {ranks} ranks (--tensor-parallel-size {options.tensor_parallel_size} × "
             f"--pipeline-parallel-size {options.pipeline_parallel_size}) cannot be divided evenly among {whose}"
-        )
-    if not 0 <= options.node_rank < options.nnodes:
-        raise ConfigError(
-            f"--node-rank {options.node_rank} is out of range: with --nnodes {options.nnodes} it must be from 0 to "
-            f"{options.nnodes - 1}"
         )
     if options.nnodes > 1:
         for name in ("data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address"):

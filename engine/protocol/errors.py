@@ -14,3 +14,8 @@ class InvalidParameter(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be read, in one line, without its name."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split())

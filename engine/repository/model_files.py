@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError, reason_of
 from quire.engine.repository import mistral_layout
 
 _PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "tokenizer*", "*.py")
@@ -252,7 +252,7 @@ def _parse(path: Path) -> Any:
     except FileNotFoundError:
         raise ConfigError(f"{path.parent}: no {path.name} found; is it a Hugging Face model folder?") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid JSON: nested too deeply") from None
     except ValueError as error:  # also for integers of thousands of digits

@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("chat", "chat with a running server", "[flags]"),
         ("complete", "complete texts with a running server", "[flags]"),
         ("profile", "record a trace of what all ranks of a running server do", "[flags]"),
+        ("completion", "print a script that completes command lines in bash, zsh or fish", "SHELL"),
     ):
         module = f"quire.server.cli.{name.replace('-', '_')}"
         lazy.add_parser(commands, name, module, text, usage, takes_vllm_flags=name == "plan")

@@ -17,7 +17,7 @@ from quire.engine.config.options import EngineOptions, flag
 from quire.engine.config.parallel_config import stage_starts
 from quire.engine.config.quantize_request import QuantizeRequest
 from quire.engine.config.resolve import fetch_weights, resolve
-from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError, reason_of
 from quire.engine.repository.model_folder import is_gguf
 from quire.server.config import flags
 from quire.server.text.tokenizer import Tokenizer
@@ -139,7 +139,7 @@ def _texts(path: str, tokenizer: Tokenizer, max_model_len: int) -> tuple[tuple[i
         )
         texts = [line["text"] if isinstance(line, dict) else line for line in lines]
     except (OSError, UnicodeDecodeError, ValueError, KeyError) as error:
-        raise ConfigError(f"--calibration {path}: cannot be read: {error}") from None
+        raise ConfigError(f"--calibration {path}: cannot be read: {reason_of(error)}") from None
     if not all(isinstance(text, str) for text in texts):
         raise ConfigError(f'--calibration {path}: each line must be a JSON string, or an object with a "text"')
     length, found = min(_LENGTH, max_model_len), list[tuple[int, ...]]()

@@ -108,13 +108,13 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
 
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:
-    """Raise `ConfigError` if node 0 is headless, or another node is not."""
+    """Raise `ConfigError` if this node's rank is not possible, node 0 is headless, or another node is not."""
+    from quire.engine.config.parallel_config import count_local_ranks
+
+    count_local_ranks(options)
     if server.headless and options.node_rank == 0:
         raise ConfigError(
             "--headless with --node-rank 0: node 0 runs the API; omit --headless, or set this node's rank"
         )
     if not server.headless and options.node_rank != 0:
         raise ConfigError(f"--node-rank {options.node_rank}: only node 0 runs the API; start this node with --headless")
-    from quire.engine.config.parallel_config import count_local_ranks
-
-    count_local_ranks(options)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from quire.engine.config import devices
-from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError, reason_of
+from quire.server.config.lazy import LazyParser
 
 T = TypeVar("T")
 
@@ -122,7 +123,7 @@ def runs_on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and devices.count_gpus() == 0)
 
 
-def read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
+def read_config(path: str, parser: LazyParser) -> list[str]:
     """Convert a YAML file to command-line arguments. The keys are flags of `parser`, or vLLM's, without the leading
     dashes.
 
@@ -135,15 +136,17 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: cannot read the file: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--config {path}: cannot read the file: {reason_of(error)}") from None
     except RecursionError:
         raise ConfigError(f"--config {path}: cannot read the file: nested too deeply") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path}: expected a mapping of flags, such as `tensor-parallel-size: 2`")
     known = {"--model", *parser._option_string_actions, *vllm.flags()} - {"--config", "--help"}
     for key in content or {}:
-        if f"--{str(key).replace('_', '-')}".partition(".")[0] not in known:
-            raise ConfigError(f"--config {path}: unknown flag {key}")
+        if (flag := f"--{str(key).replace('_', '-')}".partition(".")[0]) not in known:
+            near = parser.nearest(flag)
+            hint = f"; did you mean {near.removeprefix('--')}?" if near is not None else ""
+            raise ConfigError(f"--config {path}: unknown flag {key}{hint}")
     return to_arguments({str(key): value for key, value in (content or {}).items()})
 
 

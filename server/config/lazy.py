@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.engine.protocol.errors import ConfigError
@@ -23,23 +24,43 @@ class LazyParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """See argparse."""
+        self.fill()
+        notes: list[str] | None = None
+        if self._takes_vllm_flags and args is not None:
+            from quire.server.config import vllm
+
+            try:
+                args, notes = vllm.translate(args, self._option_string_actions)
+            except ConfigError as error:
+                self.error(str(error))
+        parsed, others = super().parse_known_args(args, namespace)
+        if others:  # an error of this command, not of `quire`
+            self.error("; ".join((f"unrecognized arguments: {' '.join(others)}", *self._advice(others))))
+        if notes is not None:
+            parsed.notes = notes
+        return parsed, others
+
+    def fill(self) -> None:
+        """Add the flags of the subcommand's module, unless they have been added."""
         if self._module is not None:
             module, self._module = self._module, None
             importlib.import_module(module).fill(self)
-        if not self._takes_vllm_flags or args is None:
-            return super().parse_known_args(args, namespace)
-        from quire.server.config import vllm
 
-        try:
-            args, notes = vllm.translate(args, self._option_string_actions)
-        except ConfigError as error:
-            self.error(str(error))
-        parsed, others = super().parse_known_args(args, namespace)
-        if others:
-            message = "docs/reference/vllm.md lists the flags of vLLM that are accepted"
-            self.error(f"unrecognized arguments: {' '.join(others)}; {message}")
-        parsed.notes = notes
-        return parsed, others
+    def _advice(self, arguments: Sequence[str]) -> Iterator[str]:
+        flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+        found = {flag: self.nearest(flag) for flag in flags}
+        yield from (f"{flag}: did you mean {near}?" for flag, near in found.items() if near is not None)
+        if self._takes_vllm_flags and None in found.values():
+            yield "docs/reference/vllm.md lists the flags of vLLM that are accepted"
+
+    def nearest(self, flag: str) -> str | None:
+        """Return the flag whose name is most like this unknown one's; None if none is."""
+        known = [*self._option_string_actions]
+        if self._takes_vllm_flags:
+            from quire.server.config import vllm
+
+            known += [name for name, of_vllm in vllm.flags().items() if of_vllm.verdict != "refused"]
+        return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=0.8)), None)
 
 
 def add_parser(

@@ -22,7 +22,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.protocol.errors import ConfigError, InvalidParameter, reason_of
 from quire.engine.repository.model_files import check_regular, read_json
 from quire.server.text.tokenizer import Tokenizer
 
@@ -117,7 +117,9 @@ def _read_override(value: str) -> str:
     try:
         return Path(value).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {value}: not a readable file, and not a template: {error}") from None
+        raise ConfigError(
+            f"--chat-template {value}: not a readable file, and not a template: {reason_of(error)}"
+        ) from None
 
 
 def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -146,7 +148,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 class _GenerationTag(jinja2.ext.Extension):

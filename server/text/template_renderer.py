@@ -1,8 +1,8 @@
 """Renders chat templates in other processes, which can be stopped: a template may take any time and memory.
 
-A quick rendering, which nearly all are, costs less than in the process that asks: it goes to a process that is kept for
-the next one (`Sandbox.ask_kept`). A rendering that takes longer starts again in a process of its own, beside the quick
-ones, within limits of time, memory and length that only a template that never ends reaches.
+Nearly all renderings are quick, and go to a process that is kept for the next one (`Sandbox.ask_kept`). One that takes
+longer starts again in a process of its own, beside the quick ones, within limits of time, memory and length that only a
+template that does not end reaches.
 """
 
 from __future__ import annotations

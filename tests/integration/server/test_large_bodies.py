@@ -12,6 +12,7 @@ import pytest
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.server.http import large_bodies
+from quire.server.text import template_renderer
 from tests.fakes.api_server import Server, run_server
 
 CHAT = "/v1/chat/completions"
@@ -59,3 +60,18 @@ async def test_the_work_ends_when_the_client_leaves(config: EngineConfig, core_m
         while any(fork.is_running() for fork in working):
             await asyncio.sleep(0.02)
         assert server.state.bodies.num_bytes == 0
+
+
+async def test_a_models_template_that_does_not_end_stops_nobody_else(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_renderer, "RENDER_SECONDS", 0.3)
+    source = f"{{% if messages[0].content == 'loop' %}}{ENDLESS}{{% endif %}}{{{{ messages[0].content }}}}"
+    async with run_server(config, chat_template=source) as server:
+        looping = asyncio.create_task(says(server, messages=[{"role": "user", "content": "loop"}]))
+        while not looping.done():
+            assert (await says(server)).status_code == 200
+            assert (await server.http.get("/health")).status_code == 200
+        response = looping.result()
+        assert response.status_code == 400
+        assert "the chat template takes more than 0.3 s" in response.json()["error"]["message"]
