@@ -6,8 +6,10 @@ import contextlib
 import fnmatch
 import json
 import math
+import os
 import stat
 import struct
+import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -176,7 +178,10 @@ def download(repository: str, revision: str | None, folder: str | None, patterns
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not sys.stderr.isatty() and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+        disable_progress_bars()
     try:
         return Path(snapshot_download(repository, revision=revision, cache_dir=folder, allow_patterns=list(patterns)))
     except GatedRepoError:

@@ -201,7 +201,7 @@ class LLM(OwnLoop):
         **rendering: Any,
     ) -> list[ScoringRequestOutput]:
         """Score pairs of texts, all of them in one request; otherwise like `AsyncLLM.score`."""
-        with tqdm(total=1, desc="requests", disable=not use_tqdm) as bar:
+        with tqdm(total=1, desc="requests", disable=not use_tqdm or None) as bar:
             found = self._wait(
                 pooling.score(self._frontend, data_1, data_2, pooling.options(**rendering), use_activation)
             )
@@ -230,7 +230,10 @@ class LLM(OwnLoop):
             if len(given) != len(prompts):
                 raise ValueError(f"{what}: {len(given)} for {len(prompts)} prompts")
         processed = await asyncio.gather(*map(process, prompts, params, priorities))
-        with contextlib.ExitStack() as stack, tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
+        with (
+            contextlib.ExitStack() as stack,
+            tqdm(total=len(prompts), desc="requests", disable=not use_tqdm or None) as bar,
+        ):
             requests = []
             for each in processed:
                 requests.append(OfflineRequest(self._frontend, *each))
@@ -248,7 +251,7 @@ class LLM(OwnLoop):
         vectors: VectorOptions,
         use_tqdm: bool,
     ) -> list[T]:
-        with tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
+        with tqdm(total=len(prompts), desc="requests", disable=not use_tqdm or None) as bar:
 
             async def one(prompt: PromptLike) -> T:
                 result = await pool(prompt, rendering, vectors)

@@ -354,3 +354,19 @@ def test_the_type_of_an_error_follows_its_status(status: int, kind: str) -> None
     for error in (ApiError(status, "no", "some_code"), HTTPException(status, "no")):
         found, body = describe(error)
         assert (found, body["error"]["type"]) == (status, kind)
+
+
+async def test_a_body_of_another_type_is_refused_with_the_header_to_send(server: Server) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+    for kind, status in (
+        ("application/x-www-form-urlencoded", 415),  # of `curl -d`
+        ("text/plain", 415),
+        ("application/json; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+    ):
+        response = await server.http.post("/v1/completions", content=body, headers={"Content-Type": kind})
+        assert response.status_code == status
+        if status == 415:
+            error = response.json()["error"]
+            assert error["code"] == "unsupported_media_type"
+            assert f"{kind}; send the header Content-Type: application/json" in error["message"]
