@@ -20,6 +20,8 @@ if it is out of date. `quire COMMAND --help` prints the same for one command.
 `quire serve --config FILE.yaml` reads flags from a file. Keys are flag names without the leading dashes:
 `tensor-parallel-size: 2`. A flag on the command line takes precedence over the file.
 
+`quire completion SHELL` prints completions for bash, zsh or fish: `eval "$(quire completion bash)"` in ~/.bashrc.
+
 An on/off flag such as `--enable-prefix-caching` has a form that turns it off: `--no-enable-prefix-caching`.
 """
 ENGINE = "engine"

@@ -346,7 +346,7 @@ def _fill(units: list[_Unit], fill: Callable[[Place], None], *, readers: int, ba
     total = sum(_size(place) for unit in units for place in unit.places)
     threads = torch.get_num_threads()
     with (
-        tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not bar) as progress,
+        tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not bar or None) as progress,
         ThreadPoolExecutor(readers, "reader", partial(torch.set_num_threads, 1 if readers > 1 else threads)) as pool,
     ):
 

@@ -185,7 +185,7 @@ def _shards(source: Source, request: QuantizeRequest, load: gptq.LoadStage) -> I
     files: dict[Path, list[TensorInfo]] = {}
     for info in source.headers.values():
         files.setdefault(info.file, []).append(info)
-    with tqdm(total=len(source.headers), desc="quantize", unit=" tensors") as bar:
+    with tqdm(total=len(source.headers), desc="quantize", unit=" tensors", disable=None) as bar:
         done = set[str]()
         for layer in (
             gptq.layers(request.config, source.schemes, request.texts, load, source.largest) if request.texts else ()

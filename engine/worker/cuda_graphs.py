@@ -76,7 +76,7 @@ class DecodeGraphs:
             return False
         started, free = time.perf_counter(), _free_bytes(self._device)
         # The largest comes first: the smaller ones reuse its memory.
-        sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar)
+        sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar or None)
         with _without_garbage_collection(), sizes:
             for size in sizes:
                 reported = all_gather_object(f"CUDA graph {size}", self._try_capture(size, recorder, self._inputs))
