@@ -74,7 +74,7 @@ OVERVIEW = [
     Panel("Replicas up", [('sum(quire:replicas{%,state="up"})', "")], kind="stat", width=4),
     Panel(
         "Replicas down",
-        [('sum(quire:replicas{%,state=~"loading|dead"})', "")],
+        [('sum(quire:replicas{%,state=~"loading|restarting|unresponsive|dead"})', "")],
         kind="stat",
         width=4,
         red_above=1,

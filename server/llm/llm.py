@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.sampling_params import SamplingParams

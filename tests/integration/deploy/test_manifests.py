@@ -269,7 +269,7 @@ def test_quire_takes_the_flags(
                 seen.append(component(template))
                 assert server.headless == (seen[-1] in ("worker", "replica"))
                 assert server.host == "0.0.0.0"
-                keys = server.api_key_file is not None and "QUIRE_API_KEY" in variables
+                keys = server.api_key_file is not None and "QUIRE_METRICS_KEY" in variables
                 assert keys == (seen[-1] == "server" and variant != "gateway")
     assert "server" in seen
 

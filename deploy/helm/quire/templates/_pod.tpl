@@ -17,8 +17,8 @@ imagePullPolicy: {{ . }}
 {{- /* Environment variables: a YAML list, from the names of the chart's own, and the values' own. */}}
 {{- define "quire.env" -}}
 {{- range .names }}
-{{- if eq . "QUIRE_API_KEY" }}
-- name: QUIRE_API_KEY
+{{- if eq . "QUIRE_METRICS_KEY" }}
+- name: QUIRE_METRICS_KEY
   valueFrom:
     secretKeyRef:
       name: {{ $.root.Values.secret }}

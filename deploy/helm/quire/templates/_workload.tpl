@@ -11,7 +11,7 @@
 {{- $apiResources := toYaml .Values.apiResources }}
 {{- $serve := list "serve" "--config" "/etc/quire/quire.yaml" }}
 {{- $keys := ternary list (list "--api-key-file" "/run/secrets/quire/api-keys") .Values.gateway.enabled }}
-{{- $keyEnv := ternary list (list "QUIRE_API_KEY") .Values.gateway.enabled }}
+{{- $keyEnv := ternary list (list "QUIRE_METRICS_KEY") .Values.gateway.enabled }}
 {{- $token := list "--cluster-token-file" "/run/secrets/quire/cluster-token" }}
 {{- if eq .Values.workload "deployment" }}
 apiVersion: apps/v1
