@@ -268,15 +268,14 @@ def compare_weights(config: EngineConfig, links: Iterable[ControlLink]) -> None:
     links = list(links)
 
     def work() -> None:
-        files, started = weight_files(config.model.path), time.monotonic()
+        started = time.monotonic()
         try:
-            found = WeightDigests(digests(files))
-        except OSError as error:
+            files = weight_files(config.model.path)
+            found, size = WeightDigests(digests(files)), sum(file.stat().st_size for file in files)
+            text = "hashed the weights in %.1f s (%.1f GiB), for the comparison of hosts"
+            logger.info(text, time.monotonic() - started, size / (1 << 30))
+        except Exception as error:  # the hosts wait for a result
             found = WeightDigests({}, f"the weights cannot be read: {error}")
-        gib = sum(file.stat().st_size for file in files if file.exists()) / (1 << 30)
-        logger.info(
-            "hashed the weights in %.1f s (%.1f GiB), for the comparison of hosts", time.monotonic() - started, gib
-        )
         for link in links:
             link.set_digests(found)
 

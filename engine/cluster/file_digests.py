@@ -8,13 +8,17 @@ import fcntl
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 _THREADS = 8
 _MIN_BYTES = 64 << 20
 """Size from which a file's digest is kept."""
+_LOCK_SECONDS = 300.0
+"""Time in which another process should have computed a digest."""
 _LOWEST_PRIORITY = 19
 """nice(2)"""
 
@@ -39,7 +43,7 @@ def _cached(file: Path) -> str:
             folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "digests"
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             kept = stack.enter_context((folder / _key(file)).open("a+"))
-            fcntl.flock(kept, fcntl.LOCK_EX)
+            _lock(kept)
             kept.seek(0)
             if len(found := kept.read()) == hashlib.sha256().digest_size * 2:
                 return found
@@ -51,6 +55,18 @@ def _cached(file: Path) -> str:
                 kept.write(digest)
                 kept.flush()
         return digest
+
+
+def _lock(kept: IO[str]) -> None:
+    """Lock a file; raises `BlockingIOError` if a process holds the lock for too long: it may have been stopped."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _compute(file: Path) -> str:

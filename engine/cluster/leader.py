@@ -166,8 +166,13 @@ class Leader(ControlLink):
         return joined
 
     def check_links(self, links: Iterable[tuple[Number, Number]], variable: str = "") -> None:
-        """Raise `ConfigError` if hosts cannot connect to each other as `find_blocked` is to try it."""
+        """Raise `ConfigError` if hosts cannot connect to each other as `find_blocked` is to try it, also when they try
+        again.
+        """
+        links = list(links)
         blocked, _ = self.find_blocked(links, variable)
+        if blocked:
+            blocked, _ = self.find_blocked(links, variable)
         for each in blocked[1:]:
             logger.error("%s", each)
         if blocked:
@@ -196,6 +201,8 @@ class Leader(ControlLink):
             while missing := [number for number in asked if number not in found and number not in self._lost]:
                 try:
                     number, answer = self._probe_answers.get(timeout=0.1)
+                    if number not in requests or not answer.is_for(requests[number]):
+                        continue  # it is late
                 except Empty:
                     if time.monotonic() < deadline:
                         continue

@@ -47,10 +47,15 @@ class Listen(msgspec.Struct, tag=True):
 
 
 class Listening(msgspec.Struct, tag=True):
+    secret: bytes
     address: str
     assigned: list[int]
     numbers: list[int]
     """The ports of `Listen.numbers` that were free."""
+
+    def is_for(self, request: Request) -> bool:
+        """Return whether this is the answer to a request, not to an earlier one."""
+        return isinstance(request, Listen) and request.secret == self.secret
 
 
 class Target(msgspec.Struct):
@@ -70,7 +75,12 @@ class Reach(msgspec.Struct, tag=True):
 class Reached(msgspec.Struct, tag=True):
     """For each port, in their order, why it was not reached; "": it was."""
 
+    secret: bytes
     problems: list[str]
+
+    def is_for(self, request: Request) -> bool:
+        """Return whether this is the answer to a request, not to an earlier one."""
+        return isinstance(request, Reach) and request.secret == self.secret
 
 
 Request = Listen | Reach
@@ -105,10 +115,10 @@ class Prober:
                 return self._listen(secret, numbers, address_of(os.environ.get(variable, "")) or self._address)
             case Reach(secret, targets):
                 with ThreadPoolExecutor(max(1, len(targets))) as pool:
-                    return Reached(list(pool.map(lambda target: _reach(target, secret), targets)))
+                    return Reached(secret, list(pool.map(lambda target: _reach(target, secret), targets)))
 
     def _listen(self, secret: bytes, numbers: Sequence[int], address: str) -> Listening:
-        found = Listening(address, [], [])
+        found = Listening(secret, address, [], [])
         for number in (*[0] * _EPHEMERAL_PORTS, *numbers):
             try:
                 listener = listen(address, number)

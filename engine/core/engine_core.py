@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -75,9 +76,11 @@ _STEP_MARGIN = 15.0
 """Seconds within which an executor reports a step that hangs, with its cause."""
 _USUAL_MARGIN = 0.25
 _USUALLY_SLOWER = 3.0
-"""A step usually takes at most this many times the predicted duration, and `_USUAL_MARGIN` seconds."""
-_LONGEST_KEPT = 0.98
-"""Factor for the longest recent step after each step."""
+"""Steps in flight usually take at most this many times the predicted durations, and `_USUAL_MARGIN` seconds."""
+_MIN_UNPREDICTED = 1.0
+"""Least predicted duration of a step that the step-time model cannot predict, in seconds."""
+_LONGEST_HALF_LIFE = 60.0
+"""Seconds after which the longest step counts for half."""
 
 
 class RankEnded:
@@ -185,10 +188,10 @@ class EngineCore:
         self.executor = executor
         self.io = io
         self.depth = config.scheduler.depth
-        self.in_flight: deque[tuple[SchedulerOutput, StepFuture, float]] = deque()
-        """Plans in order, and when they were submitted (`time.perf_counter`)."""
+        self.in_flight: deque[tuple[SchedulerOutput, StepFuture, float, float]] = deque()
+        """Plans in order, when they were submitted (`time.perf_counter`), and the seconds that each usually takes."""
         self.last_result_at = 0.0
-        self.longest_step = config.parallel.watchdog_seconds
+        self.longest_step = config.parallel.watchdog_seconds / _USUALLY_SLOWER
         """Seconds of the longest recent step; until some have been measured, longer than that."""
         self.outputs: dict[int, EngineCoreOutputs] = {}
         """Outputs to send in this iteration, by API process."""
@@ -217,15 +220,24 @@ class EngineCore:
                 plan.profile, self.profiler.command = self.profiler.command, None
                 predicted = self.scheduler.token_budget.predict(plan)
                 limit = step_timeout(plan, self.config, predicted)
-                usual = _USUALLY_SLOWER * (self.longest_step if predicted is None else predicted)
-                self.expect(limit * self.depth + _STEP_MARGIN, usual * self.depth + _USUAL_MARGIN)
+                usual = min(limit, self.usual_seconds(plan, predicted))
+                in_flight = sum(seconds for *_, seconds in self.in_flight)
+                self.expect(limit * self.depth + _STEP_MARGIN, in_flight + usual + _USUAL_MARGIN)
                 submitted_at = time.perf_counter()
-                self.in_flight.append((plan, call("submit", self.executor.submit, plan, limit), submitted_at))
+                self.in_flight.append((plan, call("submit", self.executor.submit, plan, limit), submitted_at, usual))
             if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
                 call("wait for result", self.process_result)
                 self.answer_probes()
             self.add_outputs(self.scheduler.process_structured(is_idle=not self.in_flight))
             call("send", self.send)
+
+    def usual_seconds(self, plan: SchedulerOutput, predicted: float | None) -> float:
+        """Return the seconds that a step usually takes at most; infinite if it may wait for other replicas, or write a
+        trace.
+        """
+        if self.wave is not None or plan.profile is not None:
+            return math.inf
+        return _USUALLY_SLOWER * (max(_MIN_UNPREDICTED, self.longest_step) if predicted is None else predicted)
 
     def process_result(self) -> None:
         """Wait for the oldest plan's result and process it.
@@ -233,7 +245,7 @@ class EngineCore:
         The step time is counted from the later of the plan's submission and the previous result.
         """
         is_full = len(self.in_flight) == self.depth
-        plan, future, submitted_at = self.in_flight.popleft()
+        plan, future, submitted_at, _ = self.in_flight.popleft()
         result = future.result()
         self.expert_load = result.expert_load or self.expert_load
         now = time.perf_counter()
@@ -241,7 +253,8 @@ class EngineCore:
         is_representative = (is_full or self.scheduler.stages == 1) and not result.failure
         seconds = now - max(submitted_at, self.last_result_at)
         self.scheduler.token_budget.learn(plan, seconds if is_representative else None)
-        self.longest_step = max(seconds, self.longest_step * _LONGEST_KEPT)
+        faded = self.longest_step * 0.5 ** ((now - (self.last_result_at or now)) / _LONGEST_HALF_LIFE)
+        self.longest_step = max(seconds, faded)
         self.last_result_at = now
         if plan.profile is not None:
             self.profiler.on_result(plan.profile)

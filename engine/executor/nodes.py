@@ -291,21 +291,22 @@ def serve_node(
     except ConfigError as error:
         _report_error(options, str(error))
         raise
-    deadline = 0.0
+    deadline, has_run = 0.0, False
     while True:
         try:
             node = Node(config, log_level)
         except LinkEnded as rejection:
-            if rejection.is_final or time.monotonic() >= deadline:
+            if (rejection.is_final and not has_run) or time.monotonic() >= deadline:
                 raise ConfigError(rejection.reason) from None
             time.sleep(_REJOIN_SECONDS)  # the loss has not been noticed yet, or the engine is still ending
             continue
         with contextlib.closing(node):
             end = node.run()
+        has_run |= node.is_ready
         if not end.reason:
             logger.info("node %d has ended", config.parallel.first_node)
             return 0
-        if end.is_final:
+        if end.is_final and not has_run:  # what has run may heal: memory that is not free yet, a cut of the network
             raise ConfigError(end.reason)
         logger.error("%s", end.reason)
         if not may_rejoin:
@@ -323,7 +324,8 @@ class Node:
         self._config, self._log_level = config, log_level
         self._ranks: LocalRanks | None = None
         self._encode = msgspec.msgpack.Encoder().encode
-        self._is_ready = False
+        self.is_ready = False
+        """Whether the ranks have been ready."""
         self._progress: NodeProgress | None = None
         self._progress_at = 0.0
         """When `_progress` was sent, on the monotonic clock."""
@@ -371,8 +373,8 @@ class Node:
         send, encode = self._follower.send, self._encode
         while ranks.arrived:
             send(encode(ranks.arrived.popleft()))
-        if ranks.is_ready and not self._is_ready:
-            self._is_ready = True
+        if ranks.is_ready and not self.is_ready:
+            self.is_ready = True
             send(encode(WorkerReady(ranks.seconds, ranks.num_blocks)))
         if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS:
             progress = NodeProgress(ranks.progress, ranks.waiting, ranks.stats, log.RECENT.take())

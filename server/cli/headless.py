@@ -56,20 +56,21 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    deadline = 0.0
+    deadline, has_run = 0.0, False
     try:
         while not stop.is_set():  # a signal may also arrive while the replicas of a lost leader end
             try:
                 membership = DPMember(config, is_headless=True)
             except ConfigError as error:
-                if isinstance(error, Rejected) or time.monotonic() >= deadline:
+                if (isinstance(error, Rejected) and not has_run) or time.monotonic() >= deadline:
                     raise
                 time.sleep(_REJOIN_SECONDS)  # the leader has not noticed the loss yet
                 continue
             problem = run_replicas(config, server, membership, stop, lambda: drain_seconds)
             if problem is None:
                 return 0
-            if membership.ended is None or problem.user_error or not server.restart:
+            has_run |= membership.has_run
+            if membership.ended is None or (problem.user_error and not has_run) or not server.restart:
                 log.print_error(problem.reason)
                 return 2 if problem.user_error else 1
             logger.error("%s; joining it again (--no-restart: exit instead)", problem.reason)

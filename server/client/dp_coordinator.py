@@ -406,6 +406,8 @@ class DPMember(DPCoordinator):
         """Set when the leader has exited, or no longer needs a replica."""
         self._is_headless, self._compares = is_headless, compares_weights(config)
         self.restarts_group = is_headless and parallel.is_coupled
+        self.has_run = False
+        """Whether a replica of this host has been up."""
         own = address_towards(host, parallel.timeout)
         self._reserve_ports(config, own)
         self._followers: dict[int, Follower] = {}
@@ -452,6 +454,7 @@ class DPMember(DPCoordinator):
 
     def report(self, replica: int, state: ReplicaUp | ReplicaDied) -> None:
         """Report that a core of this host is up, or has died."""
+        self.has_run |= isinstance(state, ReplicaUp)
         self._followers[replica].send(msgspec.msgpack.encode(state))
 
     def request_shutdown(self, seconds: float = 0.0) -> None:

@@ -417,7 +417,7 @@ class EngineClient:
 
     def _on_draining(self, replica: Replica, seconds: float) -> None:
         """Send no new requests to a replica, and move its running ones after a while."""
-        replica.state = "draining"
+        replica.state, replica.heard_at = "draining", replica.heard_at or self.loop.time()
         self._awaited.discard(replica.number)
         self._update_ready()
         replica.move_timer = self.loop.call_later(seconds, self._move, replica)
@@ -452,17 +452,14 @@ class EngineClient:
         self._checked_at = now
         self._check_timer = self.loop.call_later(_CHECK_SECONDS, self._check_silence)
         present = [replica for replica in self._replicas.values() if replica.state in ("up", "draining")]
-        if len(present) < 2:
-            return
         for replica in present:
             replica.heard_at = min(now, replica.heard_at + late)
-            if now - replica.heard_at > SILENT_SECONDS and not replica.is_unresponsive:
-                replica.is_unresponsive = True
+            if now - replica.heard_at > SILENT_SECONDS and not replica.is_silent and len(present) > 1:
+                replica.is_silent = True
                 logger.warning("%s has not responded for %g s", self._subject(replica.number), SILENT_SECONDS)
-        silent = {replica.number: replica for replica in present if replica.is_unresponsive}
-        self._metrics.unresponsive = frozenset(silent)
-        live = {replica.number for replica in present if replica.state == "up"} - silent.keys()
-        for replica in silent.values() if live else ():
+        self._metrics.unresponsive = frozenset(replica.number for replica in present if replica.is_unresponsive)
+        live = {replica.number for replica in present if replica.state == "up"} - self._metrics.unresponsive
+        for replica in [each for each in present if each.is_silent] if live else ():
             silence = now - replica.heard_at
             moved = {
                 request_id: running
@@ -511,7 +508,8 @@ class EngineClient:
             return
         if replica.state == "up":  # its death was not noticed
             self._on_lost(replica, ReplicaLost(replica.number, "it was restarted", returns=True))
-        replica.state, replica.incarnation, replica.is_unresponsive = "up", up.incarnation, False
+        replica.state, replica.incarnation = "up", up.incarnation
+        replica.is_silent = replica.has_failed_probe = False
         replica.reason, replica.heard_at = None, self.loop.time()
         self._forget_leaving(replica)
         self._awaited.discard(replica.number)
@@ -545,8 +543,10 @@ class EngineClient:
         self._disconnect(replica)
         self._update_ready()
         moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
-        for running in moved.values():
+        for request_id, running in moved.items():
             running.replica = None
+            if self._router is not None:
+                self._router.on_finished(request_id, [])
             if running.trace is not None:
                 running.trace.leave("replica_lost", f"{self._subject(replica.number)} has died: {lost.reason}")
         if lost.may_be_caused_by_request:
@@ -650,10 +650,13 @@ class EngineClient:
                     continue
                 if replica.incarnation != message.incarnation:
                     continue  # a late message of a replica that has died
-                replica.is_unresponsive, replica.heard_at = False, now
+                replica.is_silent, replica.heard_at = False, now
                 if isinstance(message, EngineCoreOutputs):
-                    self._deliver(message)
+                    if not message.is_pulse:
+                        replica.has_failed_probe = False
+                        self._deliver(message)
                 else:
+                    replica.has_failed_probe = False
                     self.calls.on_message(message)
         except zmq.Again:
             pass
@@ -665,6 +668,8 @@ class EngineClient:
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
         """Deliver a step's outputs, except for requests that are unknown or have moved."""
         now = time.monotonic()
+        if self._router is not None:
+            self._router.on_output(outputs.replica)
         if outputs.stats is not None:
             self._metrics.take(outputs.replica, outputs.stats)
         if outputs.expert_load is not None:
@@ -724,7 +729,7 @@ class EngineClient:
         """Store the state for resuming the request elsewhere, and remove outputs that a previous replica has
         delivered."""
         if self._router is not None and (output.token_ids or output.vector is not None):
-            self._router.on_first_token(output.request_id)
+            self._router.on_first_token(output.request_id, output.running_seconds)
         if (scores := output.prompt_logprobs) is not None:
             repeated = min(running.num_repeated, len(scores))
             running.num_repeated -= repeated

@@ -51,11 +51,18 @@ class Replica:
         """The number that its outputs have; others are late outputs of an earlier start."""
         self.heard_at = 0.0
         """Time of its newest message, on the event loop's clock."""
-        self.is_unresponsive = False
-        """It has been silent for too long, or has not answered a probe in time, and has sent nothing since."""
+        self.is_silent = False
+        """Nothing has come from it for too long."""
+        self.has_failed_probe = False
+        """It has not answered a probe in time, and has sent nothing but pulses since."""
         self._context, self._security = context, security
         self._encode = msgspec.msgpack.Encoder().encode
         self._socket: zmq.Socket[bytes] | None = None
+
+    @property
+    def is_unresponsive(self) -> bool:
+        """Whether it gets new requests only if there is no other replica."""
+        return self.is_silent or self.has_failed_probe
 
     def cancel_move(self) -> None:
         """Stop the timer, if it runs."""

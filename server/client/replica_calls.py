@@ -50,7 +50,7 @@ class ReplicaCalls:
         """Return whether the replica has answered in time; False also if it has died."""
         answer = await self._call(replica, Probe(self.index, self.next_number()))
         if not answer.done() and replica.state == "up":
-            replica.is_unresponsive = True
+            replica.has_failed_probe = True
             logger.warning("%s has not answered for %g seconds", self._subject(replica.number), PROBE_SECONDS)
         return answer.done() and not answer.cancelled()
 

@@ -17,9 +17,11 @@ all of them at once, nothing else would bring the prefix to another. It takes no
 so that it never sends a request to a replica that is busier than that. Among equal replicas, the one that was recently
 sent the fewest tokens is chosen.
 
-Slowness is the time that a replica takes for a token of cost, relative to the fastest replica. It is measured from the
-times to first tokens, and from the age of the oldest request that has none yet: a replica that hangs becomes slower by
-the moment. Without new measurements it is gradually forgotten, so that a replica that has recovered is tried again.
+Slowness is the time that a replica takes for a token to compute, relative to the fastest replica. It is measured for
+each request, from when the replica first scheduled it until its first token. A replica that has sent nothing since its
+oldest request without a token was sent, or for some time, is at least as slow as that shows: one that hangs becomes
+slower by the moment. Without new measurements slowness is gradually forgotten, so that a replica that has recovered is
+tried again.
 
 The cache contents are estimated from the requests sent: the hash chains of prompts (and of outputs, after they finish),
 most recently used first, as many blocks as the replica has; another salt makes another chain. The current load is known
@@ -48,9 +50,9 @@ _FIRST_GUESS = 128.0
 _AVERAGE_WEIGHT = 0.05
 """Weight of the newest value in a moving average."""
 _KEPT = 0.8
-"""Weight of earlier times to first tokens after each new one."""
+"""Weight of earlier measurements after each new one."""
 _STEP_TOKENS = 64
-"""Tokens by which a step's fixed time delays the first token of a request."""
+"""Tokens that a step's fixed time is worth."""
 _USUAL_SLOWNESS = 1.5
 """Replicas whose measured times differ by less than this factor are equally fast."""
 _HALF_LIFE_SECONDS = 10.0
@@ -70,7 +72,7 @@ class _PlacedRequest:
     blocks: int
     """KV blocks that it will allocate until then."""
     placed_at: float
-    cost: int
+    ahead: int
     """Tokens to compute at the replica before its first token, as known when it was placed."""
 
 
@@ -90,15 +92,17 @@ class _ReplicaLoad:
     """Tokens recently sent to it, for prompts and outputs."""
     waiting: dict[str, _PlacedRequest] = field(default_factory=dict)
     """Its requests without a first token, the oldest first."""
+    output_at: float = 0.0
+    """Time of its last output."""
     seconds: float = 0.0
-    """Times to recent first tokens: a decaying sum."""
+    """Times in which it has computed recent first tokens: a decaying sum."""
     tokens: float = 0.0
-    """The cost of these; 0: nothing has been measured."""
+    """The tokens that it has computed for these; 0: nothing has been measured."""
     measured_at: float = 0.0
 
     @property
     def pace(self) -> float:
-        """Seconds per token of cost; 0: not known."""
+        """Seconds per token; 0: not known."""
         return self.seconds / self.tokens if self.tokens else 0.0
 
 
@@ -163,7 +167,7 @@ class Router:
             pending=uncached,
             blocks=self._num_new_blocks(uncached),
             placed_at=now,
-            cost=load.pending + uncached + _STEP_TOKENS,
+            ahead=load.pending + uncached,
         )
         self._placed[submit.request_id] = load.waiting[submit.request_id] = placed
         load.open += 1
@@ -177,15 +181,23 @@ class Router:
         self._record_cached(load, hashes)
         return chosen
 
-    def on_first_token(self, request_id: str) -> None:
-        """Record that a request's first token, or its only output, has arrived."""
+    def on_output(self, replica: int) -> None:
+        """Record that an output of a replica has arrived."""
+        if (load := self._loads.get(replica)) is not None:
+            load.output_at = self._clock()
+
+    def on_first_token(self, request_id: str, seconds: float) -> None:
+        """Record that a request's first token, or its only output, has arrived, which its replica has computed in so
+        many seconds; 0: not known.
+        """
         placed = self._placed.get(request_id)
-        if placed is not None and self._stop_waiting(request_id, placed):
-            load, now = self._loads[placed.replica], self._clock()
-            kept = _KEPT * 0.5 ** ((now - load.measured_at) / _HALF_LIFE_SECONDS)
-            load.seconds = load.seconds * kept + now - placed.placed_at
-            load.tokens = load.tokens * kept + placed.cost
-            load.measured_at = now
+        if placed is None or (num_tokens := self._stop_waiting(request_id, placed)) is None or not seconds:
+            return
+        load, now = self._loads[placed.replica], self._clock()
+        kept = _KEPT * 0.5 ** ((now - load.measured_at) / _HALF_LIFE_SECONDS)
+        load.seconds = load.seconds * kept + seconds
+        load.tokens = load.tokens * kept + num_tokens + _STEP_TOKENS
+        load.measured_at = now
 
     def on_finished(self, request_id: str, output: list[int]) -> None:
         """Record that a request has finished, was aborted or has left its replica. Unknown ids are ignored."""
@@ -202,15 +214,17 @@ class Router:
             self._extend_hashes(placed.hashes, (placed.prompt + output)[:-1], placed.salt)
             self._record_cached(load, placed.hashes)
 
-    def _stop_waiting(self, request_id: str, placed: _PlacedRequest) -> bool:
-        """Record that a request does not wait for its first token any more; returns whether it did."""
-        load = self._loads[placed.replica]
+    def _stop_waiting(self, request_id: str, placed: _PlacedRequest) -> int | None:
+        """Record that a request does not wait for its first token any more; returns the tokens that were computed for
+        that, and None if it did not wait.
+        """
+        load, num_tokens = self._loads[placed.replica], placed.pending
         if load.waiting.pop(request_id, None) is None:
-            return False
+            return None
         load.pending -= placed.pending
         load.blocks -= placed.blocks
         placed.pending = placed.blocks = 0
-        return True
+        return num_tokens
 
     def on_replica_dead(self, replica: int) -> None:
         """Record that a replica has died; its cache is lost."""
@@ -256,7 +270,10 @@ class Router:
         for number, load in loads.items():
             measured = (max(load.pace, fastest) / fastest) ** 0.5 ** ((now - load.measured_at) / _HALF_LIFE_SECONDS)
             oldest = next(iter(load.waiting.values()), None)
-            shown = 0.0 if oldest is None else (now - oldest.placed_at) / oldest.cost / fastest
+            shown = 0.0
+            if oldest is not None:
+                silence = now - max(oldest.placed_at, load.output_at)
+                shown = silence / (oldest.ahead + _STEP_TOKENS) / fastest
             slowness[number] = max(1.0, max(measured, shown) / _USUAL_SLOWNESS)
         return slowness
 

@@ -64,9 +64,15 @@ class LargeBodies:
     """
 
     def __init__(
-        self, model: ModelConfig, formats: ChatFormats, routes: Sequence[BodyRoute], responses: ResponseStore
+        self,
+        model: ModelConfig,
+        formats: ChatFormats,
+        routes: Sequence[BodyRoute],
+        responses: ResponseStore,
+        max_model_len: Callable[[], int],
     ) -> None:
-        self.responses = responses
+        """`max_model_len` returns the model's present length."""
+        self.responses, self._max_model_len = responses, max_model_len
         processes = [route.process_large for route in routes if route.body_field is not None]
         self._sandbox = Sandbox(_make, (model, formats, processes), BODY_SECONDS, BODY_MEMORY, _NICENESS)
         self._slots = FairSlots(max(2, len(os.sched_getaffinity(0)) // 2))
@@ -78,7 +84,7 @@ class LargeBodies:
 
     async def process(self, process_large: ProcessLarge, body: bytes | memoryview, stored: bytes | None = None) -> Any:
         """Return the result of `process_large`; raises `HTTPException`, and `Answered` with a complete response."""
-        header = pickle.dumps((process_large, stored))
+        header = pickle.dumps((process_large, stored, self._max_model_len()))
         try:
             async with self._slots:
                 answer = await self._sandbox.ask_async(header, body)
@@ -277,7 +283,8 @@ def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[ProcessLarge]]) -> 
 
     def answer(question: bytes) -> bytes:
         stream = io.BytesIO(question)
-        process_large, stored = pickle.load(stream)
+        process_large, stored, max_model_len = pickle.load(stream)
+        processor.limit(max_model_len)
         return pickle.dumps(_process(process_large, stream.read(), processor, stored))
 
     return answer

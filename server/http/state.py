@@ -50,7 +50,14 @@ class ServedModel:
     @cached_property
     def bodies(self) -> LargeBodies:
         """The processes for large bodies, which start with the first request."""
-        return LargeBodies(self.frontend.config.model, self.frontend.formats, self.routes, self.responses)
+        frontend = self.frontend
+        return LargeBodies(
+            frontend.config.model,
+            frontend.formats,
+            self.routes,
+            self.responses,
+            lambda: frontend.config.model.max_model_len,
+        )
 
     def check_model(self, name: str | None) -> str:
         """Return the model name for the response; raises `ModelNotFound` for another model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
@@ -132,7 +133,8 @@ class Frontend:
         loop = asyncio.get_running_loop()
 
         def on_change(state: EngineState) -> None:
-            loop.call_soon_threadsafe(frontend.update, state)
+            with contextlib.suppress(RuntimeError):  # the loop was closed without `close`
+                loop.call_soon_threadsafe(frontend.update, state)
 
         manager.on_change = on_change
         if manager.failure is not None:

@@ -53,7 +53,8 @@ class Query:
     """Output tokens delivered."""
     num_left: int = 0
     """Tokens to compute before the next token."""
-    first_token: float = NEVER
+    scheduled: float = NEVER
+    """Time at which its replica first computed something for it."""
 
 
 @dataclass(eq=False)
@@ -266,6 +267,7 @@ class Traffic:
             )
             chosen = self.replicas[self.router.place(request, {each.number: self._stats[each.number] for each in live})]
         query.replica, query.num_left = chosen.number, len(tokens) - chosen.num_cached(tokens)
+        query.scheduled = NEVER
         chosen.queue.append(query)
         if not chosen.is_busy:
             self._begin(chosen)
@@ -301,6 +303,7 @@ class Traffic:
             if not count:
                 break
             rows.append((query, count))
+            query.scheduled = min(query.scheduled, self.now)
             left -= count
         replica.is_busy = bool(rows)
         if not rows:
@@ -312,6 +315,7 @@ class Traffic:
             self.at(ends, lambda: self._end(replica, rows) if replica.life == life else None)
 
     def _end(self, replica: Replica, rows: list[tuple[Query, int]]) -> None:
+        self.router.on_output(replica.number)
         for query, count in rows:
             if query.replica != replica.number or query not in replica.queue:
                 continue  # it has moved
@@ -320,9 +324,8 @@ class Traffic:
                 continue
             query.num_done += 1
             if query.num_done == 1:
-                query.first_token = self.now
                 replica.remember(query.prompt)
-            self.router.on_first_token(query.name)
+            self.router.on_first_token(query.name, self.now - query.scheduled)
             if query.num_done >= query.num_output:
                 replica.queue.remove(query)
                 replica.remember(query.prompt + [7] * query.num_done)

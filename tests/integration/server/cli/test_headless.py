@@ -61,6 +61,7 @@ class Alone:
     responses: tuple[str, ...] = ()
     init_method: str = "tcp://127.0.0.1:1"
     ended: LinkEnded | None = None
+    has_run: bool = False
     drain_seconds: float | None = None
     restarts_group: bool = False
     masters: dict[int, tuple[str, int]] = field(default_factory=dict)

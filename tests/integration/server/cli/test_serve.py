@@ -45,14 +45,14 @@ FLAGS = """
 --max-restarts --metrics-key --model-impl --nnodes --no-access-log --no-allow-credentials --no-auto
 --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-eplb --no-enable-expert-parallel
 --no-enable-per-request-metrics --no-enable-prefix-caching --no-enforce-eager --no-headless --no-log-prompts
---no-public-metrics --no-restart --no-strict-parameters --no-trust-remote-code --no-trust-request-chat-template --no-ui
---no-vllm-metrics --node-rank --num-redundant-experts --optimize --otlp-traces-endpoint --override-generation-config
---packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --public-metrics --quantization
---reasoning-parser --request-timeout --restart --revision --root-path --runner --scheduling-policy --seed
+--no-public-metrics --no-restart --no-strict-parameters --no-trust-remote-code --no-trust-request-chat-template
+--no-trust-weights --no-ui --no-vllm-metrics --node-rank --num-redundant-experts --optimize --otlp-traces-endpoint
+--override-generation-config --packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --public-metrics
+--quantization --reasoning-parser --request-timeout --restart --revision --root-path --runner --scheduling-policy --seed
 --served-model-name --shutdown-timeout --spec-method --spec-model --spec-tokens --speculative-config --ssl-ca-certs
 --ssl-cert-reqs --ssl-certfile --ssl-keyfile --strict-parameters --tensor-parallel-size --timeout-keep-alive --tokenizer
---tool-call-parser --torch-profiler-dir --trust-remote-code --trust-request-chat-template --uds --ui --vllm-metrics
---watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
+--tool-call-parser --torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui
+--vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
 """
 
 RUN = """

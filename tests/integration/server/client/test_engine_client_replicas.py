@@ -385,7 +385,7 @@ async def test_nothing_moves_while_all_replicas_are_silent_or_this_process_stood
         core.say(ProbeReply(-1))
         await until(lambda: engine.client._live_replicas() == [core.replica])
         for replica in engine.client._replicas.values():
-            replica.is_unresponsive, replica.heard_at = False, engine.client.loop.time() - 60.0
+            replica.is_silent, replica.heard_at = False, engine.client.loop.time() - 60.0
         engine.client._checked_at -= 60.0
         engine.client._check_silence()
         stop_checks(engine.client)

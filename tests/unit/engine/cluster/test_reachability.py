@@ -29,13 +29,13 @@ def test_a_stranger_gets_no_answer() -> None:
     target = Target(listening.address, listening.assigned[0])
     try:
         for secret, problem in ((b"s" * 16, ""), (b"x" * 16, "another program answers there")):
-            assert prober.answer(Reach(secret, [target])) == Reached([problem])
+            assert prober.answer(Reach(secret, [target])) == Reached(secret, [problem])
     finally:
         prober.close()
     with socket.socket() as probe:
         probe.bind((ADDRESS, 0))
         closed = Target(ADDRESS, probe.getsockname()[1])
-        assert prober.answer(Reach(b"s" * 16, [closed])) == Reached(["connection refused"])
+        assert prober.answer(Reach(b"s" * 16, [closed])) == Reached(b"s" * 16, ["connection refused"])
 
 
 def test_a_silent_connection_keeps_no_port_from_others() -> None:
@@ -46,7 +46,7 @@ def test_a_silent_connection_keeps_no_port_from_others() -> None:
     target = Target(listening.address, listening.assigned[0])
     try:
         with socket.create_connection((target.address, target.port)):
-            assert prober.answer(Reach(b"s" * 16, [target])) == Reached([""])
+            assert prober.answer(Reach(b"s" * 16, [target])) == Reached(b"s" * 16, [""])
     finally:
         prober.close()
 
@@ -61,11 +61,14 @@ def test_a_blocked_host_is_named_once_with_the_flags() -> None:
                 for host, request in requests.items()
                 if isinstance(request, Listen)
             )
-            return {None: Listening("10.0.0.1", [40001, 40002], [29501]), 1: Listening("10.0.0.2", [40003], [])}
+            return {
+                None: Listening(requests[None].secret, "10.0.0.1", [40001, 40002], [29501]),
+                1: Listening(requests[None].secret, "10.0.0.2", [40003], []),
+            }
         (reach,) = requests.values()
         assert isinstance(reach, Reach)
         assert reach.targets == [Target("10.0.0.1", port) for port in (40001, 40002, 29501)]
-        return {1: Reached(["timed out", "timed out", ""])}
+        return {1: Reached(reach.secret, ["timed out", "timed out", ""])}
 
     names: dict[Number, str] = {None: "node 0 (10.0.0.1)", 1: "node 1 (10.0.0.2)"}
     found, count = find_blocked(

@@ -95,7 +95,9 @@ def test_a_blocked_port_is_named_with_both_hosts(monkeypatch: pytest.MonkeyPatch
     def block(prober: Prober, request: Request) -> Answer:
         found = answer(prober, request)
         is_node_1 = threading.current_thread().name == "cluster-probe"
-        return Reached(["timed out"] * len(found.problems)) if is_node_1 and isinstance(found, Reached) else found
+        if is_node_1 and isinstance(found, Reached):
+            return Reached(found.secret, ["timed out"] * len(found.problems))
+        return found
 
     monkeypatch.setattr(Prober, "answer", block)
     _, checks = checked()

@@ -146,7 +146,7 @@ def run(
                 router = routers[int(request_id) % processes]
                 if not outputs[request_id]:
                     traffic.first_tokens.append(now - arrivals[request_id])
-                    router.on_first_token(request_id)
+                    router.on_first_token(request_id, 0.0)
                 outputs[request_id].append(7)
             for request_id in on_finished:
                 routers[int(request_id) % processes].on_finished(request_id, outputs.pop(request_id))
@@ -265,7 +265,7 @@ def test_a_prefix_is_known_with_its_salt_and_its_output() -> None:
     router = Router(range(2), cache=CACHE, max_num_seqs=8)
     prompt, output = list(range(100)), list(range(200, 300))
     first = place(router, "a", prompt, idle(2), salt=b"x")
-    router.on_first_token("a")
+    router.on_first_token("a", 0.0)
     assert place(router, "other salt", prompt, idle(2), salt=b"y") != first
     router.on_finished("other salt", [])
     router.on_finished("a", output)
@@ -339,8 +339,9 @@ def test_a_slow_replica_is_avoided_and_later_tried_again() -> None:
     chosen: list[int] = []
     for number in range(100):
         chosen.append(place(router, str(number), [number] * 64, idle(2)))
-        now += 2.0 if chosen[-1] == 1 and now < 3 else 0.1
-        router.on_first_token(str(number))
+        seconds = 2.0 if chosen[-1] == 1 and now < 3 else 0.1
+        now += seconds
+        router.on_first_token(str(number), seconds)
         router.on_finished(str(number), [1])
         now += 0.9
     assert chosen[:2] == [0, 1]
@@ -357,4 +358,4 @@ def test_what_it_remembers_is_bounded() -> None:
     assert len(router._loads[0].cached) == 50
     assert not router._placed
     router.on_finished("unknown", [])
-    router.on_first_token("unknown")
+    router.on_first_token("unknown", 1.0)
