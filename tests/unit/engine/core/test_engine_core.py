@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from queue import SimpleQueue
 from threading import Event
@@ -12,6 +13,7 @@ import pytest
 from quire.engine.core.engine_core import EngineCore, GrammarCompiled, Inbound, RankEnded
 from quire.engine.executor.base import WorkerError
 from quire.engine.process import log
+from quire.engine.process.supervisor import HEARTBEAT_SECONDS
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
@@ -23,6 +25,7 @@ from quire.engine.protocol.engine_core import (
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.profile import ProfileOptions, StartProfile
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -359,3 +362,32 @@ def test_a_client_that_joins_again_cancels_its_compilations(monkeypatch: pytest.
     core.send()
     assert not core.compiling
     assert not wire_of(core).outputs(0, "a"), "nobody is there to hear it"
+
+
+def test_the_loop_promises_the_time_of_all_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short step that is submitted behind a long one does not shorten the promise for both."""
+    core = core_with({3: [Shutdown()]}, [submit(0, "a", [1], 100)], depth=2)
+    predicted = {0: 10.0, 1: 0.25, 2: 0.5}
+    monkeypatch.setattr(core.scheduler.token_budget, "predict", lambda plan: predicted.get(plan.step, 0.25))
+    promises: list[float] = []
+
+    def expect(seconds: float, usually: float) -> None:
+        assert usually < seconds
+        promises.append(usually)
+
+    core.expect = expect
+    core.run()
+    idle = 2 * HEARTBEAT_SECONDS
+    assert promises[:5] == [idle, 30.25, 31.0, 2.5, 2.5]
+
+
+def test_a_step_that_cannot_be_predicted_takes_as_long_as_recent_ones() -> None:
+    core = core_with({}, [])
+    plan = core.scheduler.heartbeat()
+    assert core.usual_seconds(plan, None) == core.config.parallel.watchdog_seconds  # none has been measured
+    core.longest_step = 0.01
+    assert core.usual_seconds(plan, None) == 3.0
+    core.longest_step = 5.0
+    assert core.usual_seconds(plan, None) == 15.0
+    plan.profile = StartProfile(0, 1, ProfileOptions(1.0, 0))
+    assert core.usual_seconds(plan, None) == math.inf

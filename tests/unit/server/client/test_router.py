@@ -235,7 +235,7 @@ def test_a_replica_in_trouble_does_not_slow_down_the_others(
     oracle = simulate(course, prompts, replicas, clients=clients, router=None)
     outcome = simulate(course, prompts, replicas, clients=clients)
     assert outcome.throughput > least * oracle.throughput
-    assert outcome.p99 < 4 * oracle.p99
+    assert outcome.p99 < (3.5 if course == "5 times slower" else 2.0) * oracle.p99
     assert outcome.pause < oracle.pause + 0.1
     if (slowness := COURSES[course][-1][1]) > 1:
         assert outcome.last_share < max(0.02, 2 / (1 + (replicas - 1) * slowness))
@@ -347,6 +347,27 @@ def test_a_slow_replica_is_avoided_and_later_tried_again() -> None:
     assert chosen[:2] == [0, 1]
     assert 20 < chosen[2:].index(1) < 50
     assert sum(chosen[-8:]) >= 3  # it is as fast as the other
+
+
+def test_a_request_that_waits_long_for_other_reasons_does_not_make_its_replica_slow() -> None:
+    """Such as for its grammar: the replica has computed its first token as fast as others."""
+    now = 0.0
+    router = Router(range(2), max_num_seqs=64, clock=lambda: now)
+    for number in range(20):
+        place(router, str(number), [number] * 64, idle(2))
+        now += 0.1
+        router.on_first_token(str(number), 0.1)
+        router.on_finished(str(number), [1])
+    assert place(router, "waits", [1] * 64, idle(2)) == 0
+    now += 3.0
+    router.on_output(0)
+    router.on_first_token("waits", 0.1)
+    router.on_finished("waits", [1])
+    chosen = []
+    for number in range(20, 40):
+        chosen.append(place(router, str(number), [number] * 64, idle(2)))
+        router.on_finished(str(number), [1])
+    assert 8 <= sum(chosen) <= 12
 
 
 def test_what_it_remembers_is_bounded() -> None:
