@@ -235,6 +235,9 @@ def test_what_cannot_work_is_refused(values: Manifest, message: str) -> None:
         ("http://collector:4317", [4317]),
         ("collector.tracing:14317", [14317]),
         ("http://collector/v1/traces", [4317, 4318]),
+        ("http://[fd00::1]:4317", [4317]),
+        ("http://[fd00::1]/v1/traces", [4317, 4318]),
+        ("http://user:123@collector:4318/v1/traces", [4318]),
         (None, []),
     ],
 )

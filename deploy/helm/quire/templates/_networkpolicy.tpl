@@ -57,7 +57,8 @@ spec:
     {{- with index .Values.config "otlp-traces-endpoint" }}
     # Traces. Without a port, those of OTLP.
     - ports:
-        {{- range regexFind ":[0-9]+" (regexReplaceAll "^.*://" . "") | trimPrefix ":" | default "4317,4318" | splitList "," }}
+        {{- $authority := regexReplaceAll "^[^/]*://" . "" | regexFind "^[^/?#]*" }}
+        {{- range regexFind ":[0-9]+$" $authority | trimPrefix ":" | default "4317,4318" | splitList "," }}
         - port: {{ . }}
           protocol: TCP
         {{- end }}
