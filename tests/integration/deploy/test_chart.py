@@ -376,8 +376,19 @@ def test_the_router_knows_every_model_by_its_names() -> None:
     assert addresses == {"a": {"address": "quire-a", "port_value": 8000}, "b": {"address": "quire-b", "port_value": 81}}
 
 
+def test_the_router_may_list_many_models() -> None:
+    names = [f"organization/model-with-a-long-name-{index}" for index in range(99)]
+    spec = {"a": {"config": {"served-model-name": names}}, "b": MODELS["b"]}
+    for models in (spec, MODELS):
+        manager = envoy(render({"modelSpec": models}))["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        (host,) = manager["route_config"]["virtual_hosts"]
+        bodies = [each.get("direct_response", {}).get("body", {}).get("inline_string", "") for each in host["routes"]]
+        # Envoy's default is 4096.
+        assert manager["route_config"]["max_direct_response_body_size_bytes"] == max(4096, *map(len, bodies))
+
+
 def test_the_router_reaches_a_model_with_tls() -> None:
-    spec = {"a": {"config": {"ssl-certfile": "/c"}}, "b": {"config": {"model": "org/b"}}}
+    spec = {"a": {"config": {"ssl-certfile": "/c", "ssl-keyfile": "/k"}}, "b": {"config": {"model": "org/b"}}}
     assert ["transport_socket" in cluster for cluster in envoy(render({"modelSpec": spec}))["clusters"]] == [
         True,
         False,

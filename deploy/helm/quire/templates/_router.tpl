@@ -12,6 +12,7 @@ Envoy's configuration: requests go to the server of the model that the body name
 {{- $models = append $models (dict "id" . "object" "model" "created" 0 "owned_by" "quire") }}
 {{- end }}
 {{- end }}
+{{- $listing := dict "object" "list" "data" $models | toJson }}
 {{- $limit := mul (int .Values.router.maxBodyMiB) 1048576 }}
 static_resources:
   listeners:
@@ -30,6 +31,7 @@ static_resources:
                 path_with_escaped_slashes_action: UNESCAPE_AND_FORWARD # clients escape those of a model's name
                 stream_idle_timeout: 3600s # a long prompt, a queue or a start before the first token
                 route_config:
+                  max_direct_response_body_size_bytes: {{ max 4096 (len $listing) }}
                   virtual_hosts:
                     - name: models
                       domains: ["*"]
@@ -40,7 +42,7 @@ static_resources:
                         {{- end }}
                         - match: {path: /v1/models}
                           response_headers_to_add: [{header: {key: content-type, value: application/json}, append_action: OVERWRITE_IF_EXISTS_OR_ADD}]
-                          direct_response: {status: 200, body: {inline_string: {{ dict "object" "list" "data" $models | toJson | quote }}}}
+                          direct_response: {status: 200, body: {inline_string: {{ $listing | quote }}}}
                         {{- range .servers }}
                         - match: {prefix: /{{ .model }}/}
                           route:
