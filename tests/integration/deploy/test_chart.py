@@ -65,8 +65,6 @@ def server(manifests: Iterable[Manifest]) -> Manifest:
 def test_an_example_is_valid_and_refers_to_what_there_is(example: str) -> None:
     manifests = render(yaml.safe_load((CHART / "examples" / f"{example}.yaml").read_text()), RELEASE)
     assert errors(manifests) == []
-    identities = [(each["kind"], each["metadata"]["name"]) for each in manifests]
-    assert len(identities) == len(set(identities))
     labels = [template["metadata"]["labels"] for template in all_pod_templates(manifests)]
     services = named(manifests, "Service")
     for template in all_pod_templates(manifests):
@@ -218,6 +216,9 @@ MODELS = {"a": {"config": {"model": "org/a"}}, "b": {"config": {"model": "org/b"
         ({"httpRoute": {"enabled": True}}, "httpRoute.enabled: name a Gateway in httpRoute.parentRefs"),
         ({"modelSpec": {"a": {"model": "org/a"}}}, "modelSpec/a"),
         ({"modelSpec": {"v1": {}}}, "modelSpec.v1: the API has paths of this name"),
+        ({"modelSpec": {"router": {}}}, "modelSpec.router: the release has objects of this name"),
+        ({"modelSpec": {"dashboard-gpus": {}}}, "modelSpec.dashboard-gpus: the release has objects of this name"),
+        ({"modelSpec": {**MODELS, "a-hosts": {}}}, "modelSpec.a-hosts: the release has objects of this name"),
         ({"modelSpec": {"Chat": {}}}, "invalid propertyName 'Chat'"),
         ({"modelSpec": {"a": {"ingress": {"enabled": True}}}}, "modelSpec.a.ingress: set it for the release"),
         ({"modelSpec": {"a": {"monitoring": {"dashboards": {}}}}}, "modelSpec.a.monitoring.dashboards: set it for the"),
@@ -348,6 +349,15 @@ def test_models_of_a_release_differ_in_their_values() -> None:
         assert claim["persistentVolumeClaim"] == {"claimName": f"{NAME}-models"}
         assert find(manifests, "Service", f"{NAME}-{name}")["spec"]["clusterIP"] == "None"
     assert list(named(manifests, "PersistentVolumeClaim")) == [f"{NAME}-models"]
+
+
+@pytest.mark.parametrize(
+    "values", [*EXAMPLES, *({"workload": each, "modelSpec": MODELS} for each in WORKLOADS)], ids=str
+)
+def test_no_object_is_rendered_twice(values: str | Manifest) -> None:
+    manifests = helm(values) if isinstance(values, str) else render(values)
+    identities = [(each["kind"], each["metadata"]["name"]) for each in manifests]
+    assert len(identities) == len(set(identities))
 
 
 def envoy(manifests: Iterable[Manifest], name: str = "quire") -> Any:

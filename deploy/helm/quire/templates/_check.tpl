@@ -27,6 +27,10 @@
 {{- end }}
 {{- if .model }}
 {{- if has .model (list "v1" "v2" "health" "ping") }}{{ fail (printf "modelSpec.%s: the API has paths of this name; choose another" .model) }}{{ end }}
+{{- $of := regexReplaceAll "-(download|hosts|worker|replica|group)$" .model "" }}
+{{- if or (regexMatch "^(router|dashboard-.*)$" .model) (and (ne $of .model) (hasKey .Values.modelSpec $of)) }}
+{{- fail (printf "modelSpec.%s: the release has objects of this name; choose another" .model) }}
+{{- end }}
 {{- $own := index .Values.modelSpec .model | default dict }}
 {{- range list "modelSpec" "router" "service" "ingress" "httpRoute" "serviceAccount" "extraObjects" }}
 {{- if hasKey $own . }}{{ fail (printf "modelSpec.%s.%s: set it for the release" $.model .) }}{{ end }}
