@@ -199,19 +199,37 @@ MODELS = {"a": {"config": {"model": "org/a"}}, "b": {"config": {"model": "org/b"
         ({"config": {"host": "localhost"}}, "use 0.0.0.0"),
         ({"config": {"port": 0}}, "config/port"),
         ({"config": {"uds": "/tmp/quire"}}, "config.uds: the pods would have no port"),
+        ({"config": {"headless": True}}, "config.headless: the pods would have no port"),
         ({"config": {"ssl-cert-reqs": 2}}, "probes have no client certificate"),
+        ({"config": {"ssl-keyfile": "/k"}}, "config.ssl-certfile and config.ssl-keyfile: set both"),
+        ({"config": {"ssl-certfile": "/c"}}, "config.ssl-certfile and config.ssl-keyfile: set both"),
         (
             {"config": {"api-key": "x"}},
             r"config.api-key would be readable in a ConfigMap; put it into the Secret .*\(quire\)",
         ),
         ({"config": {"api_key": ["x"]}, "secret": "keys"}, r"\(keys\)"),
         ({"config": {"cluster-token": "x"}}, "config.cluster-token"),
+        ({"config": {"api-key.0": "x"}}, r"config.api-key.0 would be readable in a ConfigMap"),
+        ({"config": {"api_key.x": "x"}}, r"config.api_key.x would be readable in a ConfigMap"),
+        ({"config": {"api-key-file": "/k"}}, "config.api-key-file: the chart sets it to the file of the Secret"),
+        ({"env": [{"name": "QUIRE_ADMIN_KEY", "value": "x"}]}, "env: QUIRE_ADMIN_KEY would be readable in the pods"),
+        ({"env": [{"name": "VLLM_API_KEY", "value": "x"}]}, "use valueFrom with a secretKeyRef"),
+        ({"env": [{"name": "QUIRE_CLUSTER_TOKEN", "value": "x"}]}, "env: QUIRE_CLUSTER_TOKEN would be readable"),
+        ({"env": [{"name": "QUIRE_METRICS_KEY", "valueFrom": {}}]}, "env: the name QUIRE_METRICS_KEY is taken"),
+        ({"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}, "env: the name A is taken"),
+        ({"download": {"enabled": True}, "env": [{"name": "MODEL", "value": "a"}]}, "env: the name MODEL is taken"),
+        ({"extraVolumes": [{"name": "cache", "emptyDir": {}}]}, "extraVolumes: the name cache is taken"),
         ({"extraArgs": ["--api-key=x"]}, "extraArgs: --api-key would be readable"),
         ({"extraArgs": ["--port", "81"]}, "extraArgs: --port: set config.port"),
-        ({"gateway": {"enabled": True}, "config": {"ssl-certfile": "/c"}}, "omit config.ssl-certfile"),
+        ({"extraArgs": ["--config", "/c"]}, "extraArgs: --config would replace the file"),
+        (
+            {"gateway": {"enabled": True}, "config": {"ssl-certfile": "/c", "ssl-keyfile": "/k"}},
+            "omit config.ssl-certfile",
+        ),
         ({"gateway": {"enabled": True}, "modelSpec": MODELS}, "one release for each model"),
         ({"autoscaling": {"by": "keda", "minReplicas": 0}}, "minReplicas: 0 needs .* modelSpec"),
         ({"autoscaling": {"by": "hpa", "minReplicas": 0}, "modelSpec": MODELS}, "autoscaling.by: keda"),
+        ({"autoscaling": {"by": "hpa", "minReplicas": 5}}, "maxReplicas: 4 is below autoscaling.minReplicas: 5"),
         ({"ingress": {"enabled": True}}, "ingress.enabled: name a host in ingress.hosts"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.enabled: name a Gateway in httpRoute.parentRefs"),
         ({"modelSpec": {"a": {"model": "org/a"}}}, "modelSpec/a"),
@@ -228,6 +246,12 @@ MODELS = {"a": {"config": {"model": "org/a"}}, "b": {"config": {"model": "org/b"
 def test_what_cannot_work_is_refused(values: Manifest, message: str) -> None:
     with pytest.raises(helm_python.HelmError, match=message):
         render(values)
+
+
+def test_what_has_no_effect_is_not_refused() -> None:
+    config = {"uds": None, "headless": False, "api-key": None}
+    assert flags(render({"config": config, "extraVolumes": None, "env": None}))["headless"] is False
+    assert render({"env": [{"name": "QUIRE_ADMIN_KEY", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]})
 
 
 @pytest.mark.parametrize(

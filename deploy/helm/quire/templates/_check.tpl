@@ -2,19 +2,33 @@
 {{- define "quire.check" -}}
 {{- $secrets := "^(api|admin|metrics)-keys?$|^cluster-token$" }}
 {{- $secretHint := printf "put it into the Secret that the value secret names (%s)" .Values.secret }}
-{{- range $flag, $value := .Values.config }}
-{{- if regexMatch $secrets $flag }}
-{{- fail (printf "config.%s would be readable in a ConfigMap; %s" $flag $secretHint) }}
-{{- else if has $flag (list "uds" "headless") }}
-{{- fail (printf "config.%s: the pods would have no port, and would never be ready" $flag) }}
+{{- range $key, $value := .Values.config }}
+{{- $flag := include "quire.flagName" $key }}
+{{- if kindIs "invalid" $value }}
+{{- else if regexMatch $secrets $flag }}
+{{- fail (printf "config.%s would be readable in a ConfigMap; %s" $key $secretHint) }}
+{{- else if regexMatch "^(api-key|cluster-token)-file$" $flag }}
+{{- fail (printf "config.%s: the chart sets it to the file of the Secret that the value secret names (%s)" $key $.Values.secret) }}
+{{- else if and $value (has $flag (list "uds" "headless")) }}
+{{- fail (printf "config.%s: the pods would have no port, and would never be ready" $key) }}
+{{- end }}
+{{- end }}
+{{- if ne (empty (index .Values.config "ssl-certfile")) (empty (index .Values.config "ssl-keyfile")) }}
+{{- fail "config.ssl-certfile and config.ssl-keyfile: set both, or none" }}
+{{- end }}
+{{- range .Values.env }}
+{{- if and (hasKey . "value") (regexMatch "^(QUIRE_.*KEY|VLLM_API_KEY|QUIRE_CLUSTER_TOKEN)$" .name) }}
+{{- fail (printf "env: %s would be readable in the pods; use valueFrom with a secretKeyRef" .name) }}
 {{- end }}
 {{- end }}
 {{- range .Values.extraArgs }}
-{{- $flag := regexReplaceAll "=.*" . "" | replace "_" "-" | trimPrefix "--" }}
+{{- $flag := include "quire.flagName" . }}
 {{- if regexMatch $secrets $flag }}
 {{- fail (printf "extraArgs: --%s would be readable in the pods; %s" $flag $secretHint) }}
 {{- else if regexMatch "^(host|port|uds|headless|shutdown-timeout|ssl-.*)$" $flag }}
 {{- fail (printf "extraArgs: --%s: set config.%s, which probes, Services and grace periods follow" $flag $flag) }}
+{{- else if eq $flag "config" }}
+{{- fail "extraArgs: --config would replace the file with the values of config; set those instead" }}
 {{- end }}
 {{- end }}
 {{- with .Values.config.host }}
@@ -43,9 +57,35 @@
 {{- if eq (include "quire.scheme" .) "https" }}{{ fail "gateway.enabled: the endpoint picker reads metrics without TLS; omit config.ssl-certfile" }}{{ end }}
 {{- if .model }}{{ fail "gateway.enabled with modelSpec: use one release for each model" }}{{ end }}
 {{- end }}
+{{- with .Values.autoscaling }}
+{{- if and .by (lt (int .maxReplicas) (int .minReplicas)) }}
+{{- fail (printf "autoscaling.maxReplicas: %d is below autoscaling.minReplicas: %d" (int .maxReplicas) (int .minReplicas)) }}
+{{- end }}
+{{- end }}
 {{- if include "quire.scalesToZero" . }}
 {{- if or (ne .Values.autoscaling.by "keda") (ne .Values.workload "deployment") (not .model) (eq (include "quire.scheme" .) "https") }}
 {{- fail "autoscaling.minReplicas: 0 needs autoscaling.by: keda, workload: deployment and modelSpec, without TLS: the router keeps the address, and sends requests to KEDA's interceptor" }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* The flag that a key of `config` or an argument sets, such as `api-key` of `api_key.0` and `--api-key=x`. */}}
+{{- define "quire.flagName" -}}
+{{ regexReplaceAll "[.=].*" . "" | replace "_" "-" | trimPrefix "--" }}
+{{- end }}
+
+{{- /*
+A YAML list of the chart's own objects and those of a value, whose names must differ. Arguments: own (YAML), value (its
+name), more (its list).
+*/}}
+{{- define "quire.extend" -}}
+{{- $names := dict }}
+{{- range concat (fromYamlArray .own) (.more | default list) }}
+{{- if hasKey $names .name }}{{ fail (printf "%s: the name %s is taken; the chart sets it, or the list has it twice" $.value .name) }}{{ end }}
+{{- $_ := set $names .name true }}
+{{- end }}
+{{- .own }}
+{{- with .more }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}

@@ -39,19 +39,8 @@ spec:
             - -c
             - test -d "/models/$FOLDER" || { hf download "$MODEL" --local-dir "/models/.$FOLDER" && mv "/models/.$FOLDER" "/models/$FOLDER"; }
           env:
-            - name: MODEL
-              value: {{ .Values.download.model | quote }}
-            - name: FOLDER
-              value: {{ .Values.download.folder | quote }}
-            - name: HF_TOKEN
-              valueFrom:
-                secretKeyRef:
-                  name: {{ .Values.secret }}
-                  key: hf-token
-                  optional: true
-            {{- with .Values.env }}
-            {{- toYaml . | nindent 12 }}
-            {{- end }}
+            {{- $own := include "quire.downloadEnv" . | trim }}
+            {{- include "quire.extend" (dict "own" $own "value" "env" "more" .Values.env) | nindent 12 }}
           {{- with .Values.envFrom }}
           envFrom:
             {{- toYaml . | nindent 12 }}
@@ -85,4 +74,17 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
 {{- end }}
+{{- end }}
+
+{{- define "quire.downloadEnv" -}}
+- name: MODEL
+  value: {{ .Values.download.model | quote }}
+- name: FOLDER
+  value: {{ .Values.download.folder | quote }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.secret }}
+      key: hf-token
+      optional: true
 {{- end }}

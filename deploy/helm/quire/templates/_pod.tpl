@@ -14,7 +14,7 @@ imagePullPolicy: {{ . }}
 {{- toYaml $resources }}
 {{- end }}
 
-{{- /* Environment variables: a YAML list, from the names of the chart's own, and the values' own. */}}
+{{- /* The chart's own environment variables: a YAML list, from their names. */}}
 {{- define "quire.env" -}}
 {{- range .names }}
 {{- if eq . "QUIRE_METRICS_KEY" }}
@@ -46,9 +46,6 @@ imagePullPolicy: {{ . }}
       fieldPath: status.podIP
 {{- end }}
 {{- end }}
-{{- with .root.Values.env }}
-{{ toYaml . }}
-{{- end }}
 {{- end }}
 
 {{- /* A probe of a path of the API. */}}
@@ -73,7 +70,8 @@ name: {{ .name }}
 args:
   {{- concat . $values.extraArgs | toYaml | nindent 2 }}
 {{- end }}
-{{- with include "quire.env" (dict "root" .root "names" .env) | trim }}
+{{- $own := include "quire.env" (dict "root" .root "names" .env) | trim }}
+{{- with include "quire.extend" (dict "own" $own "value" "env" "more" $values.env) | trim }}
 env:
   {{- . | nindent 2 }}
 {{- end }}
@@ -218,28 +216,31 @@ containers:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 volumes:
-  {{- if $files }}
-  - name: config
-    configMap:
-      name: {{ include "quire.name" .root }}
-  {{- end }}
-  {{- if $secrets }}
-  - name: secrets
-    secret:
-      secretName: {{ $values.secret }}
-      defaultMode: 288 # 0440
-  {{- end }}
-  - name: models
-    persistentVolumeClaim:
-      claimName: {{ include "quire.claim" .root }}
-  - {{- include "quire.cacheVolume" .root | nindent 4 }}
-  - name: tmp
-    emptyDir: {}
-  - name: shm
-    emptyDir:
-      medium: Memory
-      sizeLimit: {{ $values.sharedMemory }}
-  {{- with $values.extraVolumes }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- $own := include "quire.volumes" (dict "root" .root "files" $files "secrets" $secrets) | trim }}
+  {{- include "quire.extend" (dict "own" $own "value" "extraVolumes" "more" $values.extraVolumes) | nindent 2 }}
+{{- end }}
+
+{{- /* The chart's own volumes of a pod: a YAML list. Arguments: root, files (of flags), secrets (their files). */}}
+{{- define "quire.volumes" -}}
+{{- if .files }}
+- name: config
+  configMap:
+    name: {{ include "quire.name" .root }}
+{{- end }}
+{{- if .secrets }}
+- name: secrets
+  secret:
+    secretName: {{ .root.Values.secret }}
+    defaultMode: 288 # 0440
+{{- end }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ include "quire.claim" .root }}
+- {{- include "quire.cacheVolume" .root | nindent 2 }}
+- name: tmp
+  emptyDir: {}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .root.Values.sharedMemory }}
 {{- end }}
