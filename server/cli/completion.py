@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,11 +38,15 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print the script."""
+    """Print the script. The exit code is 1 if its reader, such as `head`, ends before."""
     from quire.server.cli.main import build_parser
 
     commands = [*_commands(build_parser(), "")]
-    print("\n".join({"bash": _bash, "zsh": _zsh, "fish": _fish}[parsed.shell](commands)))
+    try:
+        print("\n".join({"bash": _bash, "zsh": _zsh, "fish": _fish}[parsed.shell](commands)), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it exits
+        return 1
     return 0
 
 
@@ -68,15 +74,24 @@ def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[_Command]:
 def _bash(commands: list[_Command]) -> Iterator[str]:
     yield from ("_quire() {", '    local words=("${COMP_WORDS[@]}") current=$COMP_CWORD previous="" found=""')
     yield '    local word="${COMP_WORDS[COMP_CWORD]}"; (( current > 0 )) && previous="${words[current-1]}"'
+    # Bash makes three words of --flag=value, unless COMP_WORDBREAKS has been changed.
+    yield from ('    local prefix=""', '    case "$word" in', '    =) word="" ;;')
+    yield '    --*=*) previous="${word%%=*}" prefix="${word%%=*}=" word="${word#*=}" ;;'
+    yield from ('    *) [[ "$previous" == "=" ]] && previous="${words[current-2]}" ;;', "    esac")
     yield from _cases(commands, first=1)
-    yield '    COMPREPLY=($(compgen -W "$found" -- "$word"))'
+    yield '    COMPREPLY=($(compgen -P "$prefix" -W "$found" -- "$word"))'
     yield from ("}", "complete -o bashdefault -o default -F _quire quire")
 
 
 def _zsh(commands: list[_Command]) -> Iterator[str]:
     yield from ("#compdef quire", "_quire() {", '    local current=$CURRENT previous="${words[CURRENT-1]}" found=""')
+    yield '    local word="${words[CURRENT]}"'
+    yield """    if [[ "$word" == --*=* ]]; then previous="${word%%=*}" word="${word#*=}"; compset -P 1 '*='; fi"""
     yield from _cases(commands, first=2)
-    yield from ('    if [[ -n "$found" ]]; then compadd -- ${=found}; else _files; fi', "}", "compdef _quire quire")
+    yield from ("    local -a matches=(${=found})", '    [[ "$word" == -* ]] || matches=(${matches:#-*})')
+    yield from ("    if (( $#matches )); then compadd -- $matches; else _files; fi", "}")
+    # In a folder of $fpath, the file is the body of the function, and runs at the first completion.
+    yield 'if [[ "$funcstack[1]" == _quire ]]; then _quire "$@"; else compdef _quire quire; fi'
 
 
 def _cases(commands: list[_Command], first: int) -> Iterator[str]:
@@ -97,9 +112,18 @@ def _cases(commands: list[_Command], first: int) -> Iterator[str]:
 
 def _fish(commands: list[_Command]) -> Iterator[str]:
     yield "complete -c quire -f -n __fish_use_subcommand"
+    below: dict[str, list[str]] = {}
+    for command in commands:
+        group, _, word = command.name.rpartition(" ")
+        if group:
+            below.setdefault(group, []).append(word)
     for command in commands:
         parts = command.name.split()
-        seen = " ; and ".join(f"__fish_seen_subcommand_from {part}" for part in parts) or "__fish_use_subcommand"
+        conditions = [f"__fish_seen_subcommand_from {part}" for part in parts] or ["__fish_use_subcommand"]
+        # A word counts wherever it stands: `serve` is also in `bench serve`.
+        if len(parts) == 1 and (others := below.get(command.name) or [*below]):
+            conditions.append(f"not __fish_seen_subcommand_from {' '.join(others)}")
+        seen = "; and ".join(conditions)
         for word, text in command.words.items():
             kind = "-l" if word.startswith("--") else "-s" if len(word) == 2 else "-o" if word[0] == "-" else "-a"
             line = f"complete -c quire -n {shlex.quote(seen)} {kind} {word.lstrip('-')} -d {_quoted(text)}"
