@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,18 +40,20 @@ MAX_MEMORY = 2**29
 _NICE_AFTER_SECONDS = 0.25
 """Seconds after which the scheduling priority of an answer is lowered."""
 _NICENESS = 5
-_WALL_CLOCK_FACTOR = 10
+WALL_CLOCK_FACTOR = 10.0
 """Wall-clock limit of an answer, as a multiple of its processor time limit; it matters on a busy machine."""
+_MAX_KEPT_QUESTIONS = 1000
+"""Questions that a kept fork answers; then another one takes its place, which has not grown."""
 _SILENT_SECONDS, _START_SECONDS = 10.0, 60.0
 """Seconds after which a helper that has taken no question is taken to hang; the second value is for one that may still
 be starting."""
 _GRACE_SECONDS = 1.0
 """Seconds of grace after that: this process may have been stopped meanwhile, together with the helper."""
 _PID = struct.Struct("!i")
-_QUESTION = struct.Struct("!Qd")
-"""The bytes of a question, and the processor time limit of its answer in seconds."""
-_ANSWER = struct.Struct("!Q")
-"""The bytes of an answer."""
+_QUESTION = struct.Struct("!Qdd")
+"""The bytes of a question, and the limits of its answer in seconds of processor time and of time."""
+_ANSWER = struct.Struct("!?Q")
+"""Whether there is an answer, and its bytes; otherwise those of the traceback."""
 _HELPER = "from quire.server.text import sandbox; sandbox.main()"
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,10 @@ logger = logging.getLogger(__name__)
 
 class SandboxStopped(Exception):
     """The answer exceeded its time or memory limit."""
+
+
+class SandboxFailed(RuntimeError):
+    """The function that answers raised an exception, which is a mistake of ours. The text has its traceback."""
 
 
 @dataclass(eq=False)
@@ -82,6 +89,7 @@ class _KeptFork(asyncio.Protocol):
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        self._num_questions = 0
         self._received = bytearray()
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -90,9 +98,9 @@ class _KeptFork(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        if (answer := _whole(self._received)) is not None and not self._answer.done():
+        if _is_whole(self._received) and not self._answer.done():
+            self._answer.set_result(bytes(self._received))
             self._received.clear()
-            self._answer.set_result(answer)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._answer.done():
@@ -103,14 +111,19 @@ class _KeptFork(asyncio.Protocol):
     def is_alive(self) -> bool:
         return not self._transport.is_closing()
 
-    async def ask(self, question: bytes, seconds: float) -> bytes:
+    @property
+    def is_used_up(self) -> bool:
+        return self._num_questions >= _MAX_KEPT_QUESTIONS
+
+    async def ask(self, question: bytes, seconds: float, wall_seconds: float) -> bytes:
         """Return the answer. The fork is stopped at any exception."""
         loop = asyncio.get_running_loop()
+        self._num_questions += 1
         self._answer = loop.create_future()
-        self._transport.write(_QUESTION.pack(len(question), seconds) + question)
-        overdue = loop.call_later(seconds * _WALL_CLOCK_FACTOR + _SILENT_SECONDS, self.stop)
+        self._transport.write(_QUESTION.pack(len(question), seconds, wall_seconds) + question)
+        overdue = loop.call_later(wall_seconds + _SILENT_SECONDS, self.stop)
         try:
-            return await self._answer
+            return _answer_in(await self._answer)
         except BaseException:
             self.stop()
             raise
@@ -129,7 +142,7 @@ class Sandbox(Generic[T]):
 
     `make` and `argument` are pickled; the helper imports the module of `make`. `seconds` is the processor time limit of
     an answer, and `memory` its memory limit in bytes, in addition to the prepared state. `niceness` lowers the
-    scheduling priority of everything.
+    scheduling priority of everything. The wall-clock limit is `wall_clock_factor` times the processor time limit.
     """
 
     def __init__(
@@ -139,23 +152,28 @@ class Sandbox(Generic[T]):
         seconds: float,
         memory: int = MAX_MEMORY,
         niceness: int = 0,
+        wall_clock_factor: float = WALL_CLOCK_FACTOR,
     ) -> None:
         self._order = pickle.dumps(niceness) + pickle.dumps((make, argument, memory))
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._limit = seconds * _WALL_CLOCK_FACTOR + _SILENT_SECONDS
-        """Wall-clock limit of an answer in seconds; a fork that is not stopped ends before."""
+        self._wall_clock_factor = wall_clock_factor
+        self._patience = _SILENT_SECONDS
+        """Seconds beyond the wall-clock limit after which a fork is killed; one that is not stopped ends before."""
         self._helper: _Helper | None = None
         self._kept: list[_KeptFork] = []
         """The forks that wait for the next question of `ask_kept`."""
 
     def ask(self, question: bytes) -> bytes:
-        """Return the answer; raises `SandboxStopped`, and `OSError` if no process can be started."""
+        """Return the answer; raises `SandboxStopped`, `SandboxFailed`, and `OSError` if no process can be started."""
         return _answer_of(self._ask(question) or self._ask(question))  # twice, as the helper may just have died
 
-    async def ask_async(self, *question: bytes | memoryview) -> bytes:
-        """Like `ask`, on the event loop, for a question in parts. Cancelling it kills the process that answers."""
-        return _answer_of(await self._ask_async(question) or await self._ask_async(question))
+    async def ask_async(self, *question: bytes | memoryview, seconds: float | None = None) -> bytes:
+        """Like `ask`, on the event loop, for a question in parts, and with another limit in seconds, if given.
+        Cancelling it kills the process that answers.
+        """
+        limit = self._seconds if seconds is None else seconds
+        return _answer_of(await self._ask_async(question, limit) or await self._ask_async(question, limit))
 
     async def ask_kept(self, question: bytes, seconds: float) -> bytes:
         """Like `ask_async`, with another limit in seconds, and faster: the fork is kept for the next question, unless
@@ -163,8 +181,11 @@ class Sandbox(Generic[T]):
         """
         self._kept = [fork for fork in self._kept if fork.is_alive]
         fork = self._kept.pop() if self._kept else await self._keep()
-        answer = await fork.ask(question, seconds)
-        self._kept.append(fork)
+        answer = await fork.ask(question, seconds, seconds * self._wall_clock_factor)
+        if fork.is_used_up:
+            fork.stop()
+        else:
+            self._kept.append(fork)
         return answer
 
     async def _keep(self) -> _KeptFork:
@@ -198,41 +219,43 @@ class Sandbox(Generic[T]):
 
     def _exchange(self, fork: socket.socket, question: bytes, pid: int) -> bytes:
         """Return a fork's report on a question; kill it if that takes too long."""
-        reported = b""
+        reported, wall_seconds = b"", self._seconds * self._wall_clock_factor
+        limit = wall_seconds + self._patience
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             try:
-                fork.settimeout(self._limit)
-                fork.sendall(_QUESTION.pack(len(question), self._seconds) + question)
+                fork.settimeout(limit)
+                fork.sendall(_QUESTION.pack(len(question), self._seconds, wall_seconds) + question)
                 fork.shutdown(socket.SHUT_WR)
                 fork.settimeout(_NICE_AFTER_SECONDS)
-                while part := self._receive(fork, pid):
+                while part := self._receive(fork, pid, limit):
                     reported += part
             except TimeoutError:
                 _kill(pid)
         return reported
 
-    def _receive(self, fork: socket.socket, pid: int) -> bytes:
+    def _receive(self, fork: socket.socket, pid: int, limit: float) -> bytes:
         """Return the next bytes; lower the priority of a fork that takes long. Raises `TimeoutError`."""
         try:
             return fork.recv(2**16)
         except TimeoutError:
-            if fork.gettimeout() == self._limit:
+            if fork.gettimeout() == limit:
                 raise
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, pid, _NICENESS)
-        fork.settimeout(self._limit)
+        fork.settimeout(limit)
         return fork.recv(2**16)
 
-    async def _ask_async(self, question: Sequence[bytes | memoryview]) -> bytes | None:
+    async def _ask_async(self, question: Sequence[bytes | memoryview], seconds: float) -> bytes | None:
         if (found := await self._reach()) is None:
             return None
+        wall_seconds = seconds * self._wall_clock_factor
         loop = asyncio.get_running_loop()
         mine, pid, helper = found
         reported = bytearray(_PID.pack(pid))
         with mine:
             try:
-                async with asyncio.timeout(self._limit):
-                    for part in (_QUESTION.pack(sum(map(len, question)), self._seconds), *question):
+                async with asyncio.timeout(wall_seconds + self._patience):
+                    for part in (_QUESTION.pack(sum(map(len, question)), seconds, wall_seconds), *question):
                         await loop.sock_sendall(mine, part)
                     mine.shutdown(socket.SHUT_WR)
                     while part := await loop.sock_recv(mine, 2**18):
@@ -342,19 +365,25 @@ class Sandbox(Generic[T]):
 
 
 def _answer_of(reported: bytes | None) -> bytes:
-    """The answer in a fork's report, which consists of its process id, the answer's length and the answer."""
+    """The answer in a fork's report: its process id, and then as in `_answer_in`."""
     if reported is None:
         raise _cannot_answer()
-    if (answer := _whole(reported[_PID.size :])) is None:
+    if not _is_whole(received := reported[_PID.size :]):
         raise SandboxStopped
-    return answer
+    return _answer_in(received)
 
 
-def _whole(received: bytes | bytearray) -> bytes | None:
-    """The answer after its length; None if a part is missing."""
-    if len(received) < _ANSWER.size or len(received) - _ANSWER.size < _ANSWER.unpack_from(received)[0]:
-        return None
-    return bytes(memoryview(received)[_ANSWER.size :])
+def _is_whole(received: bytes | bytearray) -> bool:
+    return len(received) >= _ANSWER.size and len(received) - _ANSWER.size >= _ANSWER.unpack_from(received)[1]
+
+
+def _answer_in(received: bytes) -> bytes:
+    """The answer after its header."""
+    is_answer, _ = _ANSWER.unpack_from(received)
+    content = received[_ANSWER.size :]
+    if not is_answer:
+        raise SandboxFailed(content.decode())
+    return content
 
 
 def _cannot_answer() -> OSError:
@@ -408,7 +437,7 @@ def main() -> None:
 
 
 def _answer(answer: Answer, control: socket.socket, idle: int, memory: int) -> NoReturn:
-    """Main function of a fork: write the process id; then read questions and write answers, each after its length."""
+    """Main function of a fork: write the process id; then read questions and write answers, each after its header."""
     code = 1
     gc.disable()
     try:
@@ -425,18 +454,28 @@ def _answer(answer: Answer, control: socket.socket, idle: int, memory: int) -> N
         with socket.socket(fileno=channels[0]) as connection, connection.makefile("rb") as questions:
             connection.sendall(_PID.pack(os.getpid()))
             while header := questions.read(_QUESTION.size):
-                size, seconds = _QUESTION.unpack(header)
-                _limit_time(seconds)
-                answered = answer(questions.read(size))
-                _limit_time(0.0)
-                connection.sendall(_ANSWER.pack(len(answered)) + answered)
+                size, seconds, wall_seconds = _QUESTION.unpack(header)
+                _limit_time(seconds, wall_seconds)
+                is_answer, answered = _tried(answer, questions.read(size))
+                _limit_time(0.0, 0.0)
+                connection.sendall(_ANSWER.pack(is_answer, len(answered)) + answered)
                 gc.enable()  # there may be more questions
         code = 0
     finally:
         os._exit(code)
 
 
-def _limit_time(seconds: float) -> None:
-    """Limit this process's processor time from now on; 0: do not limit it."""
+def _tried(answer: Answer, question: bytes) -> tuple[bool, bytes]:
+    """Return whether there is an answer, and the answer or the traceback. Raises `MemoryError`, as at the limit."""
+    try:
+        return True, answer(question)
+    except MemoryError:
+        raise
+    except BaseException:
+        return False, traceback.format_exc().encode(errors="replace")
+
+
+def _limit_time(seconds: float, wall_seconds: float) -> None:
+    """Limit this process's processor time and time from now on; 0: do not limit it."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, seconds * _WALL_CLOCK_FACTOR)
+    signal.setitimer(signal.ITIMER_REAL, wall_seconds)

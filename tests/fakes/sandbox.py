@@ -15,7 +15,7 @@ T = TypeVar("T")
 class InProcessSandbox:
     """Replaces `quire.server.text.sandbox.Sandbox`, without its limits."""
 
-    def __init__(self, make: Callable[[T], Answer], argument: T, seconds: float, *limits: int) -> None:
+    def __init__(self, make: Callable[[T], Answer], argument: T, seconds: float, *limits: float) -> None:
         self._make = partial(make, argument)
         self._answer: Answer | None = None
 
@@ -23,7 +23,7 @@ class InProcessSandbox:
         self._answer = self._answer or self._make()
         return self._answer(question)
 
-    async def ask_async(self, *question: bytes | memoryview) -> bytes:
+    async def ask_async(self, *question: bytes | memoryview, seconds: float | None = None) -> bytes:
         return await asyncio.to_thread(self.ask, b"".join(question))
 
     async def ask_kept(self, question: bytes, seconds: float) -> bytes:
