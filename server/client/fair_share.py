@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -45,21 +46,34 @@ class FairShare:
             _BY_USER.set(self)
 
 
-class FairSlots:
-    """A limit on concurrent work. The shares of waiting tasks take turns."""
+class Overloaded(RuntimeError):
+    """Too many tasks wait for the same thing."""
 
-    def __init__(self, count: int) -> None:
+
+class FairSlots:
+    """A limit on concurrent work. The shares of waiting tasks take turns. At most `max_waiting` tasks wait, and half of
+    them of one share if there are several.
+    """
+
+    def __init__(self, count: int, max_waiting: float = math.inf) -> None:
         self._num_free = count
+        self._max_waiting = max_waiting
         self._waiting: dict[Share, deque[asyncio.Future[None]]] = {}
         """The waiting tasks by share, in the order of turns."""
 
     async def __aenter__(self) -> None:
-        """Wait for a slot in the turn of the current task's share."""
+        """Wait for a slot in the turn of the current task's share. Raises `Overloaded` if too many wait."""
         if self._num_free:
             self._num_free -= 1
             return
+        share = SHARE.get()
+        waiting = {each: sum(not turn.done() for turn in turns) for each, turns in self._waiting.items()}
+        if sum(waiting.values()) >= self._max_waiting or (
+            share.key and waiting.get(share, 0) >= self._max_waiting // 2
+        ):
+            raise Overloaded(f"{sum(waiting.values())} tasks wait")
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(SHARE.get(), deque()).append(turn)
+        self._waiting.setdefault(share, deque()).append(turn)
         try:
             await turn
         except asyncio.CancelledError:

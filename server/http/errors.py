@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.client.engine_client import QueueFull
+from quire.server.client.fair_share import Overloaded
 from quire.server.client.output_stream import EngineUnavailable, RequestFailed, RequestTimedOut
 from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
@@ -95,6 +96,8 @@ def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 400, error_object(message, "invalid_request_error", param)
         case EngineUnavailable():
             return 503, error_object(str(error), "server_error", code="engine_unavailable")
+        case Overloaded():
+            return 503, error_object(str(error), "server_error", code="overloaded")
         case QueueFull():
             return 429, error_object(str(error), "rate_limit_error", code="queue_full")
         case RequestTimedOut():
@@ -154,7 +157,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _client_closed_request)
     for kind in (
         *(InvalidParameter, RequestValidationError, HTTPException),
-        *(QueueFull, EngineUnavailable, RequestFailed, Exception),
+        *(QueueFull, EngineUnavailable, Overloaded, RequestFailed, Exception),
     ):
         app.add_exception_handler(kind, _respond)
 
@@ -182,7 +185,7 @@ def _headers(error: Exception) -> dict[str, str]:
     match error:
         case HTTPException(headers=headers):
             return dict(headers or {})
-        case QueueFull() | EngineUnavailable():
+        case QueueFull() | EngineUnavailable() | Overloaded():
             return {"Retry-After": str(RETRY_AFTER_SECONDS)}
         case RequestTimedOut():  # or else OpenAI's clients would retry, which takes as long
             return {"x-should-retry": "false"}

@@ -21,7 +21,6 @@ from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutp
 from quire.server.parsers.output_parser import OutputFormat
 from quire.server.parsers.tool_formats import Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
-from quire.server.text import conversation
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
 from quire.server.text.conversation import CHAT_NAMES, ParamNames
@@ -38,7 +37,7 @@ from quire.server.text.json_schema import checked_schema
 from quire.server.text.pooling_processor import PoolingProcessor
 from quire.server.text.prompt_tokenizer import PromptTokenizer, run_in_thread, truncated
 from quire.server.text.structured_outputs import SizeCheck, StructuredOutputCheck, about
-from quire.server.text.template_renderer import TemplateRenderer
+from quire.server.text.template_renderer import LocalRenderer, TemplateRenderer
 from quire.server.text.tokenizer import Tokenizer
 from quire.server.text.tools import ToolUse
 
@@ -68,7 +67,7 @@ class InputProcessor:
         model: ModelConfig,
         formats: ChatFormats,
         structured: StructuredOutputCheck | SizeCheck | None = None,
-        renderer: TemplateRenderer | None = None,
+        renderer: LocalRenderer | None = None,
     ) -> None:
         source = templates.choose(has_tools=True).source if templates else ""
         self.chat_template = templates.choose(has_tools=False).source if templates else None
@@ -78,15 +77,15 @@ class InputProcessor:
         self.max_model_len = model.max_model_len
         self.pooling = model.pooling
         self._prompts = PromptTokenizer(tokenizer, model)
+        self._renderer = renderer or LocalRenderer()
         self._pooled: PoolingProcessor | None = None
         if model.pooling is not None:
             template = templates.choose(has_tools=False) if templates and formats.chat_template is not None else None
             has_types = isinstance(arch := model.architecture, EncoderSpec) and arch.token_types > 1
-            self._pooled = PoolingProcessor(self._prompts, model.pooling, template, has_types)
+            self._pooled = PoolingProcessor(self._prompts, model.pooling, template, has_types, self._renderer)
         self.sampling_defaults = model.sampling_defaults
         self._max_output_tokens = model.max_output_tokens
         self._templates = templates
-        self._renderer = renderer
         self._variables = _variables(tokenizer, formats)
         self._trusts_templates = formats.trust_request_chat_template
         self._is_strict = formats.strict_parameters
@@ -123,14 +122,13 @@ class InputProcessor:
 
     def start(self) -> None:
         """Start the process that renders chat templates, which otherwise starts with the first conversation."""
-        if self._renderer is not None and self._templates is not None and self.pooling is None:
+        if self._templates is not None and (self.pooling is None or self.pooled.renders):
             self._renderer.start()
 
     def close(self) -> None:
         """Stop the processes that compile grammars and render templates."""
         self._structured.close()
-        if self._renderer is not None:
-            self._renderer.close()
+        self._renderer.close()
 
     def ignore(self, params: Iterable[str]) -> None:
         """Record fields of a request that have no effect, and log each once.
@@ -327,8 +325,10 @@ class InputProcessor:
             template = self._templates.choose(bool(chat.tools))
         if chat.template.reasoning_effort is not None and chat.template.ignores_effort(template):
             self.ignore([names.reasoning_effort])
-        given = (template, chat.messages, chat.tools, chat.template, chat.tool_use is not None, names)
-        return conversation.render(*given) if self._renderer is None else await self._renderer.render(*given)
+        (text,) = await self._renderer.render(
+            template, [chat.messages], chat.tools, chat.template, chat.tool_use is not None, names
+        )
+        return text
 
     def _fit(
         self, ids: list[int], param: str, last: int | None, max_tokens: int | None, side: TruncationSide

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.text import conversation
 from quire.server.text.chat_template import ChatTemplate
-from quire.server.text.conversation import ChatTemplateOptions
+from quire.server.text.conversation import ParamNames
 from quire.server.text.embedding_output import VectorOptions
 from quire.server.text.inputs import ContextLengthExceeded, EmbeddingOptions, Prompt, ScoreInput, TruncationSide
 from quire.server.text.prompt_tokenizer import PromptTokenizer, run_in_thread, truncated
+from quire.server.text.template_renderer import LocalRenderer
 
 MAX_PAIR_CHARACTERS = 2**24
 """Characters of all pairs of texts to score, if a common text is tokenized with each of the others."""
@@ -21,7 +22,12 @@ class PoolingProcessor:
     """Converts requests to the engine's input. Raises `InvalidParameter` for anything that the model cannot do."""
 
     def __init__(
-        self, prompts: PromptTokenizer, pooling: Pooling, pair_template: ChatTemplate | None, has_token_types: bool
+        self,
+        prompts: PromptTokenizer,
+        pooling: Pooling,
+        pair_template: ChatTemplate | None,
+        has_token_types: bool,
+        renderer: LocalRenderer,
     ) -> None:
         """`pair_template` is the user's template for pairs of texts, if given: a model's own is for chats."""
         self._prompts = prompts
@@ -30,6 +36,12 @@ class PoolingProcessor:
         self._verb = "embed" if pooling.classes is None else "classify"
         self._pair_template = pair_template
         self._has_token_types = has_token_types
+        self._renderer = renderer
+
+    @property
+    def renders(self) -> bool:
+        """Whether pairs are rendered with a template."""
+        return self._pair_template is not None
 
     async def process_embeddings(
         self, inputs: Mapping[str, Prompt], options: EmbeddingOptions, vectors: VectorOptions
@@ -100,6 +112,14 @@ class PoolingProcessor:
                 )
 
         side = options.truncation_side
+        templated: list[list[int]] | None = None
+        if (template := self._pair_template) is not None:
+            # Each text is cut once, so that the question to the renderer has a common one only once.
+            cuts = [
+                [self._prompts.cut(text, name, limit, side) for text, name in zip(*each, strict=True)]
+                for each in ((firsts, first_names), (seconds, second_names))
+            ]
+            templated = await self._from_template(template, cuts[0], cuts[1], limit, options, names[1])
 
         def render() -> ScoreInput:
             rendered, starts, total = [], [], 0
@@ -115,8 +135,10 @@ class PoolingProcessor:
                         add_special_tokens=options.add_special_tokens,
                         side=side,
                     )
+                elif templated is not None:
+                    ids, start = templated[at], 0
                 else:
-                    ids, start = self._rendered_pair(other, text, limit, options, (other_name, name)), 0
+                    ids, start = self._joined_text(other, text, limit, options, (other_name, name)), 0
                 if len(ids) > self._prompts.max_model_len:  # perhaps because of the first text alone
                     self._check_length(other_ids or self._plain_ids(other, other_name, limit, side), other_name)
                 self._check_length(ids, name)
@@ -131,7 +153,7 @@ class PoolingProcessor:
         """The token ids of a text of a pair, without special tokens."""
         return self._prompts.token_ids(text, name, limit, add_special_tokens=False, side=side)
 
-    def _rendered_pair(
+    def _joined_text(
         self, first: str, second: str, limit: int | None, options: EmbeddingOptions, names: tuple[str, str]
     ) -> list[int]:
         """The token ids of a pair that is tokenized as one text."""
@@ -139,25 +161,49 @@ class PoolingProcessor:
         first, second = (
             self._prompts.cut(text, name, limit, side) for text, name in zip((first, second), names, strict=True)
         )
-        if self._pair_template is not None:
-            return self._pair_from_template(self._pair_template, first, second, limit, options)
         if limit is None:
             return self._tokenizer.encode(first + second, add_special_tokens=specials)
         return self._tokenizer.encode_within(first + second, limit, add_special_tokens=specials, side=side)
 
-    def _pair_from_template(
-        self, template: ChatTemplate, first: str, second: str, limit: int | None, options: EmbeddingOptions
-    ) -> list[int]:
-        """The template's text. Truncation shortens the second text, so that the template's end stays."""
-        while True:
-            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
-            text = conversation.render(template, messages, (), ChatTemplateOptions(), may_call=False)
-            ids = self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
-            if limit is None or len(ids) <= limit or not second:
-                return ids
-            count = len(self._tokenizer.encode(second, add_special_tokens=False))
-            shorter = self._tokenizer.shortened(second, max(0, count - (len(ids) - limit)), options.truncation_side)
-            second = shorter if len(shorter) < len(second) else ""
+    async def _from_template(
+        self,
+        template: ChatTemplate,
+        firsts: Sequence[str],
+        seconds: Sequence[str],
+        limit: int | None,
+        options: EmbeddingOptions,
+        param: str,
+    ) -> list[list[int]]:
+        """The token ids of the template's texts for pairs. Truncation shortens the second text, so that the template's
+        end stays. `param` is the second texts' name for error messages.
+        """
+        found: dict[int, list[int]] = {}
+        left = dict(enumerate(seconds))
+
+        def tokenize(texts: Sequence[str]) -> None:
+            total = sum(map(len, found.values()))
+            for (at, second), text in zip([*left.items()], texts, strict=True):
+                ids = self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+                if limit is None or len(ids) <= limit or not second:
+                    total = self._prompts.add_tokens(total, ids, param)
+                    found[at] = ids
+                    del left[at]
+                    continue
+                count = len(self._tokenizer.encode(second, add_special_tokens=False))
+                shorter = self._tokenizer.shortened(second, max(0, count - (len(ids) - limit)), options.truncation_side)
+                left[at] = shorter if len(shorter) < len(second) else ""
+
+        while left:
+            pairs = [
+                [
+                    {"role": "query", "content": firsts[min(at, len(firsts) - 1)]},
+                    {"role": "document", "content": second},
+                ]
+                for at, second in left.items()
+            ]
+            texts = await self._renderer.render(template, pairs, names=ParamNames(messages=param))
+            await run_in_thread(sum(map(len, texts)), partial(tokenize, texts))
+        return [found[at] for at in range(len(seconds))]
 
     def _check_length(self, ids: list[int], param: str) -> None:
         """Reject a prompt to pool that is empty or too long, or has unknown tokens."""

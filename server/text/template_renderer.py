@@ -1,81 +1,133 @@
 """Renders chat templates in other processes, which can be stopped: a template may take any time and memory.
 
-Nearly all renderings are quick, and go to a process that is kept for the next one (`Sandbox.ask_kept`). One that takes
-longer starts again in a process of its own, beside the quick ones, within limits of time, memory and length that only a
-template that does not end reaches.
+A rendering goes through tiers, and starts again in the next one if it takes longer than this one allows. Each tier has
+slots of its own, so that renderings wait for none that takes longer. Nearly all end in the first, whose processes are
+kept for the next rendering (`Sandbox.ask_kept`); only a template that does not end reaches the limits of the last.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.client.fair_share import FairSlots
-from quire.server.client.output_stream import EngineUnavailable
+from quire.server.client.fair_share import FairSlots, Overloaded
+from quire.server.client.output_stream import DEADLINE, EngineUnavailable, RequestTimedOut
 from quire.server.text import conversation
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
 from quire.server.text.conversation import CHAT_NAMES, ChatTemplateOptions, Message, ParamNames
 from quire.server.text.sandbox import Answer, Sandbox, SandboxStopped
 
-QUICK_SECONDS = 0.1
-"""Processor time limit of a quick rendering."""
-RENDER_SECONDS = 10.0
-"""Processor time limit of a rendering."""
+QUICK_SECONDS, MEDIUM_SECONDS, RENDER_SECONDS = 0.1, 1.0, 10.0
+"""Processor time limits of a rendering in the three tiers."""
+WALL_CLOCK_FACTOR = 3.0
+"""Wall-clock limit of a rendering, as a multiple of its processor time limit."""
 RENDER_MEMORY = 2**29
 """Memory limit of a rendering in bytes."""
 MAX_PROMPT_CHARACTERS = 2**25
-"""Characters of a rendered prompt."""
+"""Characters of all prompts that are rendered at once."""
+MAX_WAITING = 8
+"""Renderings that wait for the last tier; further ones are rejected."""
+_MAX_SLOW = 4
+"""Slots of each tier after the first."""
+
+_NO_OPTIONS = ChatTemplateOptions()
 
 
-class TemplateRenderer:
-    """Renders with the templates of a model, or with those of requests, in other processes."""
-
-    def __init__(self, templates: ChatTemplates | None) -> None:
-        self._sandbox = Sandbox(_make, templates, RENDER_SECONDS, RENDER_MEMORY)
-        count = max(2, len(os.sched_getaffinity(0)) // 2)
-        self._quick, self._slow = FairSlots(count), FairSlots(count)
+class LocalRenderer:
+    """Renders in this process, where nobody else waits: a fork for a large body, or a test."""
 
     async def render(
         self,
         template: ChatTemplate,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        options: ChatTemplateOptions,
-        may_call: bool,
+        conversations: Sequence[Sequence[Message]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: ChatTemplateOptions = _NO_OPTIONS,
+        may_call: bool = False,
         names: ParamNames = CHAT_NAMES,
-    ) -> str:
-        """`conversation.render` in another process. `template` is the request's own (`options.chat_template`), or the
-        one that the templates choose.
+    ) -> list[str]:
+        """`conversation.render` for each conversation."""
+        return [conversation.render(template, each, tools, options, may_call, names) for each in conversations]
 
-        Raises `InvalidParameter` also for a rendering that exceeds its limits, and `EngineUnavailable` if no process
-        can be started.
+    def start(self) -> None:
+        """There is no process."""
+
+    def close(self) -> None:
+        """There is no process."""
+
+
+class TemplateRenderer(LocalRenderer):
+    """Renders with the templates of a model, or with a request's own (from Python only: a request over HTTP that may
+    have one is processed as a large body), in other processes.
+    """
+
+    def __init__(self, templates: ChatTemplates | None) -> None:
+        self._sandbox = Sandbox(_make, templates, RENDER_SECONDS, RENDER_MEMORY, wall_clock_factor=WALL_CLOCK_FACTOR)
+        count = max(2, len(os.sched_getaffinity(0)) // 2)
+        self._quick, self._medium = FairSlots(count), FairSlots(min(count, _MAX_SLOW))
+        self._slow = FairSlots(min(count, _MAX_SLOW), MAX_WAITING)
+
+    async def render(
+        self,
+        template: ChatTemplate,
+        conversations: Sequence[Sequence[Message]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: ChatTemplateOptions = _NO_OPTIONS,
+        may_call: bool = False,
+        names: ParamNames = CHAT_NAMES,
+    ) -> list[str]:
+        """`conversation.render` for each conversation, all within the same limits. `template` is the request's own
+        (`options.chat_template`), or the one that the templates choose.
+
+        Raises `InvalidParameter` also if that exceeds the limits, `Overloaded` if too many renderings take long,
+        `RequestTimedOut` at the `DEADLINE`, and `EngineUnavailable` if no process can be started.
         """
         which = bool(tools) if options.chat_template is None else template
         try:
-            question = pickle.dumps((which, messages, tools, options, may_call, names))
+            question = pickle.dumps((which, conversations, tools, options, may_call, names))
         except RecursionError:
             raise InvalidParameter(f"{names.messages}: nested too deeply", names.messages) from None
+        deadline = DEADLINE.get()
         try:
-            async with self._quick:
-                return _text_of(await self._sandbox.ask_kept(question, QUICK_SECONDS))
-        except SandboxStopped:
-            pass
-        except OSError as error:
-            raise _unavailable(error) from None
-        try:
-            async with self._slow:
-                return _text_of(await self._sandbox.ask_async(question))
+            async with asyncio.timeout_at(deadline and deadline.at):
+                answer = await self._ask(question)
         except SandboxStopped:
             raise InvalidParameter(
-                f"the chat template takes more than {RENDER_SECONDS:g} s of processor time or {RENDER_MEMORY >> 20} "
-                "MiB of memory for these messages; shorten them, or use another --chat-template",
+                f"the chat template takes more than {RENDER_SECONDS:g} s of processor time "
+                f"({RENDER_SECONDS * WALL_CLOCK_FACTOR:g} s in all) or {RENDER_MEMORY >> 20} MiB of memory for "
+                f"{names.messages}; shorten them, or use another --chat-template",
                 names.messages,
             ) from None
+        except Overloaded:
+            raise Overloaded("too many requests at once take long in the chat template; try again") from None
+        except TimeoutError:
+            assert deadline is not None
+            raise RequestTimedOut(f"the request exceeded the time limit of {deadline.seconds:g} seconds") from None
         except OSError as error:
-            raise _unavailable(error) from None
+            raise EngineUnavailable(f"chat templates cannot be rendered now: {error}") from None
+        found = pickle.loads(answer)
+        if isinstance(found, InvalidParameter):
+            raise found
+        texts: list[str] = found
+        return texts
+
+    async def _ask(self, question: bytes) -> bytes:
+        """Return the answer of the first tier that has one. Raises `SandboxStopped` if none has."""
+        try:
+            async with self._quick:
+                return await self._sandbox.ask_kept(question, QUICK_SECONDS)
+        except SandboxStopped:
+            pass
+        try:
+            async with self._medium:
+                return await self._sandbox.ask_async(question, seconds=MEDIUM_SECONDS)
+        except SandboxStopped:
+            pass
+        async with self._slow:
+            return await self._sandbox.ask_async(question)
 
     def start(self) -> None:
         """Start the processes, so that the first rendering need not wait for them."""
@@ -86,37 +138,25 @@ class TemplateRenderer:
         self._sandbox.close()
 
 
-def _text_of(answer: bytes) -> str:
-    found = pickle.loads(answer)
-    if isinstance(found, InvalidParameter):
-        raise found
-    text: str = found
-    return text
-
-
-def _unavailable(error: OSError) -> EngineUnavailable:
-    return EngineUnavailable(f"chat templates cannot be rendered now: {error}")
-
-
 def _make(templates: ChatTemplates | None) -> Answer:
-    """Make the sandbox's function, which returns a pickled text, or an `InvalidParameter`."""
+    """Make the sandbox's function, which returns a pickled list of texts, or an `InvalidParameter`."""
     if templates is not None:
         _ = templates.reads  # not in each fork again
 
     def answer(question: bytes) -> bytes:
-        which, messages, tools, options, may_call, names = pickle.loads(question)
+        which, conversations, tools, options, may_call, names = pickle.loads(question)
         if isinstance(which, bool):
             assert templates is not None
             which = templates.choose(which)
         try:
-            text = conversation.render(which, messages, tools, options, may_call, names)
-            if len(text) > MAX_PROMPT_CHARACTERS:
+            texts = [conversation.render(which, each, tools, options, may_call, names) for each in conversations]
+            if (size := sum(map(len, texts))) > MAX_PROMPT_CHARACTERS:
                 raise InvalidParameter(
-                    f"the chat template makes a prompt of {len(text)} characters of these messages, and at most "
+                    f"the chat template makes a prompt of {size} characters of {names.messages}, and at most "
                     f"{MAX_PROMPT_CHARACTERS} are allowed",
                     names.messages,
                 )
-            return pickle.dumps(text)
+            return pickle.dumps(texts)
         except InvalidParameter as error:
             return pickle.dumps(error)
 

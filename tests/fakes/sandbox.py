@@ -15,7 +15,9 @@ T = TypeVar("T")
 class InProcessSandbox:
     """Replaces `quire.server.text.sandbox.Sandbox`, without its limits."""
 
-    def __init__(self, make: Callable[[T], Answer], argument: T, seconds: float, *limits: float) -> None:
+    def __init__(
+        self, make: Callable[[T], Answer], argument: T, *limits: float, wall_clock_factor: float = 1.0
+    ) -> None:
         self._make = partial(make, argument)
         self._answer: Answer | None = None
 

@@ -65,6 +65,7 @@ async def test_the_work_ends_when_the_client_leaves(config: EngineConfig, core_m
 async def test_a_models_template_that_does_not_end_stops_nobody_else(
     config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(template_renderer, "MEDIUM_SECONDS", 0.2)
     monkeypatch.setattr(template_renderer, "RENDER_SECONDS", 0.3)
     source = f"{{% if messages[0].content == 'loop' %}}{ENDLESS}{{% endif %}}{{{{ messages[0].content }}}}"
     async with run_server(config, chat_template=source) as server:

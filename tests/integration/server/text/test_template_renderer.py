@@ -12,10 +12,13 @@ import psutil
 import pytest
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.text import conversation, template_renderer
+from quire.server.client.fair_share import FairSlots, Overloaded
+from quire.server.client.output_stream import DEADLINE, Deadline, RequestTimedOut
+from quire.server.text import template_renderer
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
 from quire.server.text.conversation import ChatTemplateOptions
-from quire.server.text.template_renderer import TemplateRenderer
+from quire.server.text.sandbox import SandboxStopped
+from quire.server.text.template_renderer import LocalRenderer, TemplateRenderer
 from tests.fakes.tokenizers import CHATML
 
 PLAIN = "{{ messages[0].content }}"
@@ -39,7 +42,10 @@ ENDLESS = {
 async def renderer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TemplateRenderer]:
     """One whose template becomes endless when the first message is the name of one."""
     monkeypatch.setattr(template_renderer, "QUICK_SECONDS", 0.05)
+    monkeypatch.setattr(template_renderer, "MEDIUM_SECONDS", 0.1)
     monkeypatch.setattr(template_renderer, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(template_renderer, "WALL_CLOCK_FACTOR", 1000.0)  # however busy the machine is
+    monkeypatch.setattr(template_renderer, "MAX_WAITING", len(ENDLESS))
     branches = (f"{{% elif messages[0].content == '{name}' %}}{text}" for name, text in ENDLESS.items())
     source = f"{{% if false %}}{''.join(branches)}{{% else %}}{PLAIN}{{% endif %}}"
     made = TemplateRenderer(ChatTemplates(ChatTemplate(source, {})))
@@ -49,18 +55,19 @@ async def renderer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TemplateRen
 
 async def render(renderer: TemplateRenderer, text: str, source: str | None = None) -> str:
     options = ChatTemplateOptions(chat_template=source)
-    return await renderer.render(ChatTemplate(source or PLAIN, {}), [{"content": text}], (), options, may_call=False)
+    (rendered,) = await renderer.render(ChatTemplate(source or PLAIN, {}), [[{"content": text}]], (), options)
+    return rendered
 
 
 async def test_the_prompt_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate(CHATML, {"bos_token": "<s>"})
     renderer = TemplateRenderer(ChatTemplates(template))
     messages = [{"role": "user", "content": "wörd\ud800 " * at} for at in (1, 2, 30_000)]
-    expected = conversation.render(template, messages, (), ChatTemplateOptions(), may_call=False)
+    expected = await LocalRenderer().render(template, [messages, messages[:1]])
     for quick in (1.0, 1e-6):  # the second is too short for anything
         monkeypatch.setattr(template_renderer, "QUICK_SECONDS", quick)
         for _ in range(3):
-            assert await renderer.render(template, messages, (), ChatTemplateOptions(), may_call=False) == expected
+            assert await renderer.render(template, [messages, messages[:1]]) == expected
     renderer.close()
 
 
@@ -76,14 +83,40 @@ async def test_a_template_that_does_not_end_is_stopped_alone(renderer: TemplateR
         assert re.match(f"the chat template {text}", str(error)), name
 
 
-async def test_others_do_not_wait(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer._sandbox, "_seconds", 60.0)
-    endless = [asyncio.create_task(render(renderer, "ranges")) for _ in range(20)]
-    assert await render(renderer, "fine") == "fine"
-    assert not any(one.done() for one in endless)
-    for one in endless:
+@pytest.fixture
+async def endless(renderer: TemplateRenderer) -> AsyncIterator[list[asyncio.Task[str]]]:
+    """Renderings that end only with the test, in all slots of the last tier; one more waits."""
+    renderer._sandbox._seconds = 60.0
+    renderer._slow = FairSlots(2, 1)
+    tasks = [asyncio.create_task(render(renderer, "ranges")) for _ in range(3)]
+    while not renderer._slow._waiting:
+        await asyncio.sleep(0.001)
+    yield tasks
+    assert not any(one.done() for one in tasks)
+    for one in tasks:
         one.cancel()
-    await asyncio.gather(*endless, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_others_do_not_wait(
+    renderer: TemplateRenderer, endless: list[asyncio.Task[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await render(renderer, "fine") == "fine"
+    with pytest.raises(Overloaded, match="too many requests at once take long in the chat template; try again"):
+        await render(renderer, "lists")
+    monkeypatch.setattr(template_renderer, "MEDIUM_SECONDS", 60.0)
+
+    async def ask_kept(question: bytes, seconds: float) -> bytes:
+        raise SandboxStopped
+
+    monkeypatch.setattr(renderer._sandbox, "ask_kept", ask_kept)
+    assert await render(renderer, "not quick") == "not quick"
+
+
+async def test_a_deadline_ends_a_rendering(renderer: TemplateRenderer, endless: list[asyncio.Task[str]]) -> None:
+    DEADLINE.set(Deadline(asyncio.get_running_loop().time() + 0.01, 0.01))
+    with pytest.raises(RequestTimedOut, match=r"exceeded the time limit of 0\.01 seconds"):
+        await render(renderer, "ranges")
 
 
 async def test_errors_and_own_templates(renderer: TemplateRenderer) -> None:

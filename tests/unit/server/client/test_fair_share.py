@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
-from quire.server.client.fair_share import SHARE, FairSlots, Share
+import pytest
+
+from quire.server.client.fair_share import SHARE, FairSlots, Overloaded, Share
 
 
 class Runs:
     """Tasks that hold a slot until they are told to end."""
 
-    def __init__(self, count: int) -> None:
-        self.slots = FairSlots(count)
+    def __init__(self, count: int, max_waiting: float = math.inf) -> None:
+        self.slots = FairSlots(count, max_waiting)
         self.begun: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -54,6 +57,20 @@ async def test_shares_that_wait_take_turns() -> None:
     assert runs.begun[-2:] == ["d1", "d2"]
     for name in ("d1", "d2", "d3"):
         await runs.end(name)
+
+
+async def test_no_more_wait_than_may() -> None:
+    runs = Runs(1, max_waiting=4)
+    await runs.start("a1", "a2", "a3", "a4", "b1", "b2", "c1")
+    for name in ("a4", "c1"):  # half of the room is for other shares
+        with pytest.raises(Overloaded):
+            await runs.tasks[name]
+    await runs.cancel("a2")
+    await runs.start("c2")
+    for name in ("a1", "b1", "c2", "a3", "b2"):
+        await runs.end(name)
+    assert runs.begun[0] == "a1"
+    assert sorted(runs.begun) == ["a1", "a3", "b1", "b2", "c2"]
 
 
 async def test_no_slot_is_lost_with_a_task_that_is_cancelled() -> None:

@@ -19,8 +19,10 @@ from quire.engine.config.pooling import Activation, Classes, Dense, Pooling
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.server.text.sandbox import SandboxStopped
 from tests.fakes import fake_core
 from tests.fakes.api_server import Server, run_server
+from tests.fakes.sandbox import InProcessSandbox
 from tests.fakes.tokenizers import byte_level
 
 WIDTH = 32
@@ -396,6 +398,14 @@ async def test_a_template_joins_the_texts(
         assert rendered[1].endswith(" >"), "truncation leaves the template's end"
         assert 55 <= len(sent[1].prompt_token_ids) <= 60
         assert "maximum context" in (await refused(server, "/score", text_1="hello" * 60, text_2="a"))[0]
+
+        async def stopped(*question: Any, **limit: Any) -> bytes:
+            raise SandboxStopped
+
+        for ask in ("ask_kept", "ask_async"):
+            monkeypatch.setattr(InProcessSandbox, ask, stopped)
+        message, param = await refused(server, "/rerank", query="a", documents=["b", "c"])
+        assert ("the chat template takes more than 10 s" in message, param) == (True, "documents")
 
 
 async def test_invocations_choose_these_routes(reranker: Server) -> None:
