@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from http import HTTPStatus
 from typing import Any
 
@@ -19,10 +21,17 @@ from quire.server.client.output_stream import EngineUnavailable, RequestFailed, 
 from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
 from quire.server.text.inputs import ContextLengthExceeded
+from quire.server.text.tokenizer import TokenizerFailed
+
+logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 2
 """Value of the Retry-After header when the queue is full."""
 
+_LOG_SECONDS = 60.0
+"""Seconds between warnings about the tokenizer."""
+_MAX_REASON = 200
+"""Characters of a reason in the log."""
 _MAX_TEXT = 2000
 """Characters of a message."""
 
@@ -73,12 +82,32 @@ def _cut(text: str) -> str:
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return status and body for an error. Its type is also the trace's, and its reason the record's."""
+    if isinstance(error, TokenizerFailed):
+        _tokenizer_warnings.add(error)
     status, body = _describe(error)
     if (record := RECORD.get()) is not None:
         record.reason = _reason(error, status, body["error"]["code"])
     if (trace := TRACE.get()) is not None:
         trace.error_type = body["error"]["code"] or body["error"]["type"]
     return status, body
+
+
+class _TokenizerWarnings:
+    """Logs one of the failures within `_LOG_SECONDS`: clients may cause any number."""
+
+    def __init__(self) -> None:
+        self._next, self._num_unlogged = 0.0, 0
+
+    def add(self, error: TokenizerFailed) -> None:
+        if (now := time.monotonic()) < self._next:
+            self._num_unlogged += 1
+            return
+        others = f" ({self._num_unlogged} such failures were not logged)" if self._num_unlogged else ""
+        logger.warning("the tokenizer failed for a text: %s%s", ascii(error.reason[:_MAX_REASON])[1:-1], others)
+        self._next, self._num_unlogged = now + _LOG_SECONDS, 0
+
+
+_tokenizer_warnings = _TokenizerWarnings()
 
 
 def _describe(error: Exception) -> tuple[int, dict[str, Any]]:

@@ -37,6 +37,7 @@ from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.sandbox import Answer, Sandbox, SandboxStopped
 from quire.server.text.structured_outputs import SizeCheck
+from quire.server.text.tokenizer import TokenizerFailed
 
 LARGE_BODY = 64 * 2**10
 """Bytes of a large body. A smaller one is processed in the API process."""
@@ -95,6 +96,8 @@ class LargeBodies:
         except OSError as error:
             raise ApiError(503, f"large bodies cannot be processed now: {error}", "overloaded") from None
         result = pickle.loads(answer)
+        if isinstance(result, TokenizerFailed):
+            raise result
         if isinstance(result, _Raised):
             raise HTTPException(result.status, result.detail)
         if isinstance(result, Response):
@@ -291,11 +294,15 @@ def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[ProcessLarge]]) -> 
 
 
 def _process(process_large: ProcessLarge, body: bytes, processor: InputProcessor, stored: bytes | None) -> Any:
-    """The route's input from this body, or `_Raised`, or a response. Errors are the same as FastAPI's."""
+    """The route's input from this body, or `_Raised`, or a response. Errors are the same as FastAPI's. The process that
+    asks logs a `TokenizerFailed`.
+    """
     try:
         return asyncio.run(process_large(_parsed(body), processor, stored))
     except MemoryError:
         raise
+    except TokenizerFailed as error:
+        return error
     except HTTPException as error:
         return _Raised(error.status_code, error.detail)
     except Exception as error:

@@ -32,6 +32,14 @@ _OF_SENTENCEPIECE = ("", "LlamaTokenizer", "GemmaTokenizer")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
+class TokenizerFailed(InvalidParameter):
+    """The backend cannot process a text, as it has a bug. `reason` is for the log."""
+
+    def __init__(self, message: str, param: str | None = None, reason: str = "") -> None:
+        super().__init__(message, param)
+        self.reason = reason
+
+
 class Tokenizer:
     """A `tokenizers` backend with its folder's special tokens and chat settings.
 
@@ -79,7 +87,7 @@ class Tokenizer:
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of Rust; no module has the class
                 raise
-            raise InvalidParameter(f"the tokenizer cannot process this text: {error}") from None
+            raise TokenizerFailed("the tokenizer cannot process this text", reason=str(error)) from None
 
     @cached_property
     def max_characters(self) -> int | None:

@@ -67,6 +67,7 @@ async def test_a_models_template_that_does_not_end_stops_nobody_else(
 ) -> None:
     monkeypatch.setattr(template_renderer, "MEDIUM_SECONDS", 0.2)
     monkeypatch.setattr(template_renderer, "RENDER_SECONDS", 0.3)
+    monkeypatch.setattr(template_renderer, "WALL_CLOCK_FACTOR", 1000.0)  # however busy the machine is
     source = f"{{% if messages[0].content == 'loop' %}}{ENDLESS}{{% endif %}}{{{{ messages[0].content }}}}"
     async with run_server(config, chat_template=source) as server:
         looping = asyncio.create_task(says(server, messages=[{"role": "user", "content": "loop"}]))

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from quire.server.client.output_stream import DEADLINE, Deadline, RequestTimedOu
 from quire.server.text import template_renderer
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
 from quire.server.text.conversation import ChatTemplateOptions
-from quire.server.text.sandbox import SandboxStopped
+from quire.server.text.sandbox import SandboxFailed, SandboxStopped
 from quire.server.text.template_renderer import LocalRenderer, TemplateRenderer
 from tests.fakes.tokenizers import CHATML
 
@@ -129,6 +130,11 @@ async def test_errors_and_own_templates(renderer: TemplateRenderer) -> None:
         with pytest.raises(InvalidParameter, match=message) as error:
             await render(renderer, "a", source)
         assert error.value.param == "messages"
+
+
+async def test_a_mistake_of_the_server_is_none_of_the_template(renderer: TemplateRenderer) -> None:
+    with pytest.raises(SandboxFailed, match="AttributeError: 'int' object"):
+        await renderer.render(ChatTemplate(PLAIN, {}), [cast(Any, [1])])
 
 
 async def test_processes_that_died_are_replaced(renderer: TemplateRenderer) -> None:

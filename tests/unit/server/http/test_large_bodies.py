@@ -11,9 +11,10 @@ import pytest
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.server.client.fair_share import Share
-from quire.server.http import large_bodies
+from quire.server.http import errors, large_bodies
 from quire.server.http.errors import ApiError
 from quire.server.http.large_bodies import LARGE_BODY, LargeBodies
+from quire.server.text.tokenizer import Tokenizer, TokenizerFailed
 from tests.fakes.api_server import Server, run_server
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -183,3 +184,21 @@ async def test_the_bytes_of_all_bodies_are_limited(server: Server, monkeypatch: 
     bodies.hold(Share(b"third"), LARGE_BODY, 0)
     bodies.release(Share(b"another"), LARGE_BODY)
     assert bodies.num_bytes == LARGE_BODY
+
+
+async def test_failures_of_the_tokenizer_are_logged_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: Any, **options: Any) -> list[int]:
+        raise TokenizerFailed("the tokenizer cannot process this text", reason="a\nb" * 1000)
+
+    monkeypatch.setattr(Tokenizer, "encode", fails)
+    monkeypatch.setattr(errors, "_tokenizer_warnings", errors._TokenizerWarnings())
+    for padding in (b"", PADDING, b""):
+        headers = {"Content-Type": "application/json"}
+        response = await server.http.post(COMPLETIONS, content=b'{"prompt": "a"}' + padding, headers=headers)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "the tokenizer cannot process this text"
+    (line,) = (record.getMessage() for record in caplog.records if "tokenizer" in record.getMessage())
+    assert line.startswith(r"the tokenizer failed for a text: a\nba\nb")
+    assert len(line) < 400

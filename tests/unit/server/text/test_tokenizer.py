@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from quire.engine.config.options import DEMO_MODEL
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
-from quire.server.text.tokenizer import Tokenizer
+from quire.server.text.tokenizer import Tokenizer, TokenizerFailed
 from tests.fakes.tokenizers import CHATML, SPECIAL, byte_fallback, byte_level, wrapped, write_slow_files
 
 TEXTS = ["hello world", " two  spaces", "中文 😀 é", "<|im_start|>user<|im_end|><s></s><|extra|>", "", "a\nb"]
@@ -334,5 +335,6 @@ def test_a_panic_of_the_backend_is_the_clients_error() -> None:
     def encode_batch(texts: list[str], add_special_tokens: bool) -> NoReturn:
         raise panic("Onig: fail to memory allocation")
 
-    with pytest.raises(InvalidParameter, match="the tokenizer cannot process this text: Onig: fail"):
+    with pytest.raises(TokenizerFailed, match=r"^the tokenizer cannot process this text$") as failed:
         Tokenizer.load(DEMO_MODEL)._encoding(encode_batch, "a")
+    assert pickle.loads(pickle.dumps(failed.value)).reason == "Onig: fail to memory allocation"
