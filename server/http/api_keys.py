@@ -15,6 +15,7 @@ from quire.server.config.server_options import WEIGHT_RANGE, ServerOptions, read
 Role = Literal["api", "admin", "metrics"]
 ENVIRONMENT: dict[Role, str] = {"api": "QUIRE_API_KEY", "admin": "QUIRE_ADMIN_KEY", "metrics": "QUIRE_METRICS_KEY"}
 """The variable with the keys of each role."""
+_OPTION = r"(weight|role)=(\S*)"
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,16 @@ class ApiKeys:
         self._fixed: dict[bytes, Key] = {}
         for role, secret in given:
             number = 1 + sum(key.role == role for key in self._fixed.values())
-            self._fixed.setdefault(_digest(secret.encode()), Key(f"{role}-{number}", role))
+            key = self._fixed.setdefault(_digest(secret.encode()), Key(f"{role}-{number}", role))
+            if key.role != role:
+                raise ConfigError(f"{_flag(key.role)} and {_flag(role)} have a key in common; each role needs its own")
         self._file = file
         self._seen: tuple[int, int, int] | None = None
         self._from_file: dict[bytes, Key] = {}
         if file is not None:
             try:
                 self._seen = _state(file)
-                self._from_file = _read(file)
+                self._from_file = self._read(file)
             except (OSError, ValueError) as error:
                 raise ConfigError(f"--api-key-file {file}: cannot read the file: {error}") from None
             if not self._from_file:
@@ -75,18 +78,51 @@ class ApiKeys:
         return self._from_file.get(digest, self._fixed.get(digest))
 
     def _reload(self, file: str) -> None:
-        """Reload the file if it has changed. If it cannot be read, the previous keys stay valid."""
+        """Reload the file if it has changed. If it cannot be read or is invalid, the previous keys stay valid."""
+        state = None
         try:
             state = _state(file)
             if state != self._seen:
-                self._seen = state
-                self._from_file = _read(file)
+                self._from_file = self._read(file)
                 self.roles |= {key.role for key in self._from_file.values()}
                 logger.info("%s has changed: %d keys", file, len(self._from_file))
-        except (OSError, ValueError) as error:
+        except ValueError as error:  # until the next change
+            logger.error("%s is invalid; its previous keys stay valid: %s", file, error)
+        except OSError as error:
+            state = None
             if self._seen is not None:
-                logger.warning("cannot read %s; its previous keys stay valid: %s", file, error)
-            self._seen = None
+                logger.error("cannot read %s; its previous keys stay valid: %s", file, error)
+        self._seen = state
+
+    def _read(self, file: str) -> dict[bytes, Key]:
+        """Read lines `[NAME:]SECRET [weight=WEIGHT] [role=ROLE]`. Raises `ValueError`, also for text that is not UTF-8,
+        and for a secret with two roles.
+        """
+        found: dict[bytes, Key] = {}
+        roles: dict[str, Role] = {role: role for role in ENVIRONMENT}
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                text, weight, role = re.split(r"(?:^|\s)#", line)[0].strip(), "1", "api"
+                while option := re.fullmatch(rf"(.*\S)\s+{_OPTION}", text):
+                    text = option[1]
+                    weight, role = (option[3], role) if option[2] == "weight" else (weight, option[3])
+                if (read := read_weight(weight)) is None:
+                    raise ValueError(f"line {number}: expected a weight {WEIGHT_RANGE}")
+                if role not in roles:
+                    raise ValueError(f"line {number}: role={role}: expected {' or '.join(roles)}")
+                named = re.match(r"([\w.@-]*):\s*", text)
+                secret = text[named.end() :] if named else text
+                if (named and not secret) or re.fullmatch(_OPTION, secret):
+                    raise ValueError(f"line {number}: there is no key in {text}")
+                if secret:
+                    name = named[1] if named and named[1] else f"line-{number}"
+                    digest = _digest(secret.encode())
+                    other = found.get(digest) or self._fixed.get(digest)
+                    if other is not None and other.role != role:
+                        place = "an earlier line" if digest in found else _flag(other.role)
+                        raise ValueError(f"line {number}: {place} gives this key the role {other.role}, not {role}")
+                    found[digest] = Key(name, roles[role], read)
+        return found
 
 
 def _from_environment(role: Role) -> list[str]:
@@ -104,28 +140,8 @@ def _state(file: str) -> tuple[int, int, int]:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _read(file: str) -> dict[bytes, Key]:
-    """Read lines `[NAME:]SECRET [weight=WEIGHT] [role=ROLE]`. Raises `ValueError`, also for text that is not UTF-8."""
-    found = {}
-    roles: dict[str, Role] = {role: role for role in ENVIRONMENT}
-    with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            text, weight, role = re.split(r"(?:^|\s)#", line)[0].strip(), "1", "api"
-            while option := re.fullmatch(r"(.*\S)\s+(weight|role)=(\S*)", text):
-                text = option[1]
-                weight, role = (option[3], role) if option[2] == "weight" else (weight, option[3])
-            if (read := read_weight(weight)) is None:
-                raise ValueError(f"line {number}: expected a weight {WEIGHT_RANGE}")
-            if role not in roles:
-                raise ValueError(f"line {number}: role={role}: expected {' or '.join(roles)}")
-            named = re.match(r"([\w.@-]*):\s*", text)
-            secret = text[named.end() :] if named else text
-            if named and not secret:
-                raise ValueError(f"line {number}: there is no key after {text}")
-            if secret:
-                name = named[1] if named and named[1] else f"line-{number}"
-                found[_digest(secret.encode())] = Key(name, roles[role], read)
-    return found
+def _flag(role: Role) -> str:
+    return f"--{role}-key (or {ENVIRONMENT[role]})"
 
 
 def _digest(key: bytes) -> bytes:

@@ -117,13 +117,32 @@ def test_lines_have_names_weights_and_roles(tmp_path: Path) -> None:
     }
     assert keys.find(b"bob : no-name") == Key("line-2", weight=2.0), "names have no spaces"
     for text, problem in (
-        ("alice:", "line 1: there is no key after alice:"),
+        ("alice:", "line 1: there is no key in alice:"),
+        ("\nbob:role=admin", "line 2: there is no key in bob:role=admin"),
+        ("weight=2 role=admin", "line 1: there is no key in weight=2"),
+        ("ops:k role=admin\nbob:k", "line 2: an earlier line gives this key the role admin, not api"),
+        ("prom:first role=metrics", r"line 1: --api-key \(or QUIRE_API_KEY\) gives this key the role api, not metrics"),
         ("\nk role=root", "line 2: role=root: expected api or admin or metrics"),
         ("k weight=0", "line 1: expected a weight"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=problem):
-            ApiKeys([], str(file))
+            ApiKeys([("api", "first")], str(file))
+    with pytest.raises(ConfigError, match=r"--api-key \(.*\) and --admin-key \(.*\) have a key in common"):
+        ApiKeys([("api", "k"), ("admin", "k")])
+
+
+def test_a_file_that_becomes_invalid_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice:secret\n")
+    keys = ApiKeys([("api", "first")], str(file))
+    for break_file in (lambda: file.write_text("alice:secret\nroot:first role=admin\n"), file.unlink):
+        break_file()
+        caplog.clear()
+        assert [keys.find(b"secret") for _ in range(3)] == [Key("alice")] * 3
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+    file.write_text("bob:other\n")
+    assert (keys.find(b"secret"), keys.find(b"other")) == (None, Key("bob"))
 
 
 def test_a_file_that_loses_its_keys_opens_nothing(tmp_path: Path) -> None:
