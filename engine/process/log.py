@@ -161,7 +161,6 @@ def setup(level: str, process_name: str) -> None:
     _logger.handlers[:] = [handler, RECENT]
     _logger.propagate = False
     set_level(level)
-    ACCESS.setLevel(logging.INFO)  # whatever the level of the others
     if is_json():  # of other libraries, too
         logging.root.handlers[:] = [handler]
         logging.captureWarnings(True)
@@ -174,8 +173,11 @@ def setup(level: str, process_name: str) -> None:
         from logging.config import dictConfig  # slow to import
 
         _logger.handlers[:], _logger.propagate = [], True
+        ACCESS.setLevel(logging.NOTSET)
         dictConfig(json.loads(config))
         _logger.addHandler(RECENT)
+    if ACCESS.level == logging.NOTSET:  # or else it is the configuration's
+        ACCESS.setLevel(logging.INFO)  # whatever the level of the others
 
 
 def set_level(level: str) -> None:

@@ -68,12 +68,14 @@ def quire() -> Iterator[logging.Logger]:
     """The logger of all processes, which is put back afterwards, with everything else that `setup` sets."""
     found, root, name = logging.getLogger("quire"), logging.root, multiprocessing.current_process().name
     before = (found.handlers[:], found.propagate, found.level, root.handlers[:], root.level)
+    access_level = log.ACCESS.level
     hooks = sys.excepthook, threading.excepthook
     yield found
     found.handlers[:], found.propagate, found.level, root.handlers[:], root.level = before
     sys.excepthook, threading.excepthook = hooks
     multiprocessing.current_process().name = name
     logging.captureWarnings(False)
+    log.ACCESS.setLevel(access_level)
     found.setLevel(found.level)  # forgets which levels are shown
 
 
@@ -171,10 +173,19 @@ def test_a_configuration_decides_on_everything(quire: logging.Logger, tmp_path: 
     log.setup("info", "core 2")
     logging.getLogger("quire.engine.core").warning("slow")
     logging.getLogger("quire.engine.core").error("broken")
+    access(status=200)  # whatever the level
     log.set_level("warning")
     logging.getLogger("quire.engine.core").warning("slow again")
-    assert output.read_text() == "core 2|ERROR|broken\ncore 2|WARNING|slow again\n"
+    assert output.read_text() == "core 2|ERROR|broken\ncore 2|INFO|status=200\ncore 2|WARNING|slow again\n"
     assert [record.text for record in log.RECENT.take()] == ["broken", "slow again"]
+
+
+def test_a_configuration_may_set_the_level_of_the_access_log(quire: logging.Logger, tmp_path: Path) -> None:
+    file = tmp_path / "logging.json"
+    file.write_text('{"version": 1, "loggers": {"quire.access": {"level": "ERROR"}}}')
+    log.configure(None, str(file))
+    log.setup("info", "api")
+    assert not log.ACCESS.isEnabledFor(logging.INFO)
 
 
 def test_a_configuration_that_is_wrong_is_an_error_that_names_it(quire: logging.Logger, tmp_path: Path) -> None:
