@@ -13,9 +13,9 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 REASONS = (
-    *("auth", "invalid", "too_large", "not_found", "conflict", "timeout"),
+    *("auth", "invalid", "too_large", "not_found", "conflict", "client_timeout", "client_closed"),
     *("queue_full", "overloaded", "loading", "draining", "unavailable"),
-    *("failed", "internal", "client_closed", "cut"),
+    *("timeout", "failed", "internal", "cut"),
 )
 """Why requests are refused or fail."""
 CUT = 0

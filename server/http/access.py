@@ -137,8 +137,8 @@ class AccessMiddleware:
         if scope["type"] != "http" or RECORD.get() is not None:  # a call inside the process is part of its request
             return await self._app(scope, receive, send)
         recorder = self._recorder
-        record = HttpRequestRecord(logs_prompts=recorder.log is not None and recorder.log.has_prompts)
-        scope[SCOPE_RECORD] = record
+        record: HttpRequestRecord = scope.setdefault(SCOPE_RECORD, HttpRequestRecord())  # the connection's, if any
+        record.logs_prompts = recorder.log is not None and recorder.log.has_prompts
         given = next((value for name, value in scope["headers"] if name == _ID), b"")
         header = (_ID, given or b"req_%032x" % _RANDOM.getrandbits(128))
         method, path = scope["method"], scope["path"]

@@ -16,7 +16,6 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
-from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.server.client.request_record import HttpRequestRecord
@@ -143,6 +142,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse_headers()
             raise ValueError
         self._begin("body")
+        self.scope[SCOPE_RECORD] = HttpRequestRecord()  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         if not self.pipeline:
             self._running = self.cycle
@@ -198,9 +198,8 @@ class HttpProtocol(HttpToolsProtocol):
         is_idle = running is None or running.response_complete
         is_reading = running is self.cycle and phase == "body" and running is not None and not running.response_started
         self._end_phase()
-        scope: Scope = running.scope if is_reading and running is not None else {}  # type: ignore[assignment]
-        record: HttpRequestRecord | None = scope.get(SCOPE_RECORD)
-        if record is not None:  # the request is recorded when it ends
+        if is_reading and running is not None:  # the request is recorded when it ends
+            record: HttpRequestRecord = running.scope[SCOPE_RECORD]  # type: ignore[typeddict-item]
             record.status, record.reason = status, reason
         else:
             self._recorder.refuse(status, reason)

@@ -165,7 +165,7 @@ _REASONS = {
     401: "auth",
     403: "auth",
     404: "not_found",
-    408: "timeout",
+    408: "client_timeout",
     409: "conflict",
     413: "too_large",
     429: "queue_full",

@@ -15,6 +15,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process import log
 from quire.server.client.engine_client import QueueFull
 from quire.server.client.http_metrics import STATUSES, HttpMetrics
+from quire.server.http.connection import MAX_HEADER_BYTES
 from quire.server.serving.frontend import Frontend
 from tests.fakes.api_server import Server, run_server
 
@@ -156,20 +157,21 @@ async def test_clients_that_leave_are_no_failures_of_the_server(server: Server) 
 
 
 async def test_what_is_refused_before_it_is_a_request_is_counted(config: EngineConfig) -> None:
-    async with run_server(config, client_header_timeout=0.2, client_body_timeout=0.2) as server:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    async with run_server(config, client_body_timeout=0.01) as server:
         assert b" 400 " in await raw(server, b"nonsense\r\n\r\n")
-        assert b" 408 " in await raw(server, b"POST")
-        assert b" 431 " in await raw(server, b"GET / HTTP/1.1\r\nA: " + b"x" * 70_000)
-        begun = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
-        )
-        assert b" 408 " in await raw(server, begun)
+        assert b" 431 " in await raw(server, b"GET / HTTP/1.1\r\nA: ".ljust(MAX_HEADER_BYTES + 1, b"x"))
+        assert b" 408 " in await raw(server, head + b"Content-Length: 9\r\n\r\n")
+        assert b" 400 " in await raw(server, head + b"Transfer-Encoding: chunked\r\n\r\nno size\r\n")
         while sum(counts(server)[0].values()) < 4:
             await asyncio.sleep(0.001)
         assert counts(server) == (
-            {"none none 400": 1, "none none 408": 1, "none none 431": 1, f"POST {COMPLETIONS} 408": 1},
-            {"invalid": 1, "timeout": 2, "too_large": 1},
+            {"none none 400": 1, "none none 431": 1, f"POST {COMPLETIONS} 400": 1, f"POST {COMPLETIONS} 408": 1},
+            {"invalid": 2, "client_timeout": 1, "too_large": 1},
         )
+    async with run_server(config, client_header_timeout=0.01) as server:
+        assert b" 408 " in await raw(server, b"")
+        assert counts(server) == ({"none none 408": 1}, {"client_timeout": 1})
 
 
 # --- the access log -------------------------------------------------------------------------------------------
