@@ -57,8 +57,10 @@ def rate(name: str) -> str:
     return f"sum(rate(quire:{name}_total{{%}}[$__rate_interval]))"
 
 
-_FAULTS = 'reason=~"failed|internal|unavailable|cut"'
+_FAULTS = 'reason=~"failed|internal|unavailable|timeout|cut"'
 """Failures of the server; the others are refusals, and clients that have left."""
+_NO_PROBES = 'route!~"/health.*|/ping|/metrics"'
+"""Without health checks and scrapes."""
 _REPLICA = "{{instance}} replica {{engine}}"
 _RANK = f"{_REPLICA} rank {{{{rank}}}}"
 
@@ -94,7 +96,7 @@ OVERVIEW = [
         [
             (
                 f"sum(rate(quire:http_requests_failed_total{{%,{_FAULTS}}}[$__rate_interval]))"
-                f" / ({rate('http_requests')} > 0) or vector(0)",
+                f" / (sum(rate(quire:http_requests_total{{%,{_NO_PROBES}}}[$__rate_interval])) > 0) or vector(0)",
                 "",
             )
         ],
