@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.stats import GROUPS, ExpertLoad, GpuUsage, RankStats, RankUsage
-from quire.server.client.metrics import FINISH_REASONS, STATES, VLLM_NAMES, Metrics
+from quire.server.client.metrics import FINISH_REASONS, SHOWN_STATES, VLLM_NAMES, Metrics
 
 INTRODUCTION = """# Metrics
 
@@ -67,7 +67,7 @@ def render() -> str:
             rows.setdefault(metric.name, _row(metric, condition))
     histograms = [metric for metric in servers[""] if metric.type == "histogram"]
     introduction = INTRODUCTION.format(
-        states=_values(STATES[1:]), reasons=_values(FINISH_REASONS), groups=_values(GROUPS)
+        states=_values(SHOWN_STATES), reasons=_values(FINISH_REASONS), groups=_values(GROUPS)
     )
     return "\n".join(
         [

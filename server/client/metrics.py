@@ -263,6 +263,8 @@ _PER_PROCESS = _HTTP + http_metrics.CELLS
 """Memory that is not used is not allocated."""
 ReplicaState = Literal["removed", "loading", "up", "draining", "restarting", "dead"]
 STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
+SHOWN_STATES = (*STATES[1:], "unresponsive")
+"""Values of the label `state`. A replica that is up may be unresponsive."""
 _LIVE = ("up", "draining")
 
 
@@ -421,7 +423,7 @@ class Metrics:
         counts: Counter[str] = Counter(states.values())
         counts["unresponsive"] = sum(states.get(replica) == "up" for replica in self.unresponsive)
         counts["up"] -= counts["unresponsive"]
-        samples = ((counts[state], {"state": state}) for state in (*STATES[1:], "unresponsive"))
+        samples = ((counts[state], {"state": state}) for state in SHOWN_STATES)
         yield self._metric("replicas", "gauge", "Replicas of the engine.", samples)
         meaning = "Deaths of a replica, each followed by a restart if that is possible."
         samples = ((self._deaths[replica], {"engine": str(replica)}) for replica in known)

@@ -142,7 +142,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse_headers()
             raise ValueError
         self._begin("body")
-        self.scope[SCOPE_RECORD] = HttpRequestRecord()  # type: ignore[typeddict-unknown-key]
+        self.scope[SCOPE_RECORD] = HttpRequestRecord()  # type: ignore[literal-required]
         super().on_headers_complete()
         if not self.pipeline:
             self._running = self.cycle
@@ -199,7 +199,7 @@ class HttpProtocol(HttpToolsProtocol):
         is_reading = running is self.cycle and phase == "body" and running is not None and not running.response_started
         self._end_phase()
         if is_reading and running is not None:  # the request is recorded when it ends
-            record: HttpRequestRecord = running.scope[SCOPE_RECORD]  # type: ignore[typeddict-item]
+            record: HttpRequestRecord = running.scope[SCOPE_RECORD]  # type: ignore[literal-required]
             record.status, record.reason = status, reason
         else:
             self._recorder.refuse(status, reason)
