@@ -30,8 +30,8 @@ class HttpRequestRecord:
     """Longest time in the queue of a prompt, in seconds."""
     first_token: float | None = None
     """Longest time to the first output of a prompt, in seconds."""
-    logs_prompts: bool = False
-    """Whether `prompts` are wanted (`--log-prompts`)."""
+    prompt_characters: int = 0
+    """Maximum length of `prompts`; 0: they are not wanted."""
     prompts: list[str] = field(default_factory=list)
 
     def add(self, num_prompt_tokens: int, num_cached_tokens: int, times: RequestTimes) -> None:

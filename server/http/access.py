@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import Awaitable, Iterable
 from typing import Any
@@ -35,10 +36,9 @@ class AccessLog:
     """Writes a line for each request, except for those that the options leave out."""
 
     def __init__(self, options: ServerOptions) -> None:
-        self.has_prompts = options.log_prompts
+        self.prompt_characters = (options.max_log_len or sys.maxsize) if options.log_prompts else 0
         paths = (options.disable_access_log_for_endpoints or "").split(",")
         self._without = frozenset(filter(None, map(str.strip, paths)))
-        self._max_characters = options.max_log_len
 
     def write(
         self, method: str, path: str, route: str, request_id: bytes, record: HttpRequestRecord, seconds: float
@@ -65,7 +65,7 @@ class AccessLog:
             }
         fields["total_seconds"] = round(seconds, 6)
         if record.prompts:
-            fields["prompts"] = [text[: self._max_characters] for text in record.prompts]
+            fields["prompts"] = record.prompts
         text = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
         log.ACCESS.info("%s", text, extra={"fields": fields})
 
@@ -138,7 +138,7 @@ class AccessMiddleware:
             return await self._app(scope, receive, send)
         recorder = self._recorder
         record: HttpRequestRecord = scope.setdefault(SCOPE_RECORD, HttpRequestRecord())  # the connection's, if any
-        record.logs_prompts = recorder.log is not None and recorder.log.has_prompts
+        record.prompt_characters = 0 if recorder.log is None else recorder.log.prompt_characters
         given = next((value for name, value in scope["headers"] if name == _ID), b"")
         header = (_ID, given or b"req_%032x" % _RANDOM.getrandbits(128))
         method, path = scope["method"], scope["path"]

@@ -234,8 +234,8 @@ class Frontend:
         """
         if (trace := TRACE.get()) is not None:
             trace.generate(request_id, "chat" if given.is_chat else "text_completion", given.params)
-        if (record := RECORD.get()) is not None and record.logs_prompts:
-            record.prompts += self._texts(given.prompts)
+        if (record := RECORD.get()) is not None and record.prompt_characters:
+            record.prompts += self._texts(given.prompts, record.prompt_characters)
         if given.length_penalty is not None:
             tokenizer = self.input_processor.tokenizer
             return BeamSearch(request_id, given, self.generate, tokenizer, self.config.model)
@@ -271,18 +271,19 @@ class Frontend:
         """
         if (trace := TRACE.get()) is not None:
             trace.generate(request_id, "embeddings", None)
-        if (record := RECORD.get()) is not None and record.logs_prompts:
-            record.prompts += self._texts(prompts)
+        if (record := RECORD.get()) is not None and record.prompt_characters:
+            record.prompts += self._texts(prompts, record.prompt_characters)
         sequences = [(prompt, _NO_PARAMS) for prompt in prompts]
         embedding = self._open[request_id] = Embedding(
             *self._submit(request_id, sequences, priority, cache_salt, second_segments=second_segments)
         )
         return embedding
 
-    def _texts(self, prompts: Sequence[list[int]]) -> list[str]:
-        """The prompts for the access log."""
+    def _texts(self, prompts: Sequence[list[int]], length: int) -> list[str]:
+        """The first `length` characters of the prompts, for the access log."""
         decode = self.input_processor.tokenizer.decode
-        return [decode(prompt, skip_special_tokens=False) for prompt in prompts]
+        num_tokens = 4 * length + 1  # a character has at most 4 bytes; the first token may be a space that is not shown
+        return [decode(prompt[:num_tokens], skip_special_tokens=False)[:length] for prompt in prompts]
 
     def _submit(
         self,

@@ -236,9 +236,18 @@ async def test_a_line_for_each_request(config: EngineConfig, lines: list[dict[st
 
 async def test_prompts_are_logged_only_if_that_is_asked_for(config: EngineConfig, lines: list[dict[str, Any]]) -> None:
     async with run_server(config, access_log=True, log_prompts=True, max_log_len=7) as server:
-        body = {"prompt": ["one two\nthree", "four"], "max_tokens": 2}
+        tokenizer, decoded = server.frontend.input_processor.tokenizer, []
+        decode = tokenizer.decode
+
+        def decode_and_note(ids: list[int], **options: bool) -> str:
+            decoded.append(len(ids))
+            return decode(ids, **options)  # type: ignore[arg-type]
+
+        tokenizer.decode = decode_and_note  # type: ignore[method-assign,assignment]
+        body = {"prompt": ["one two\nthree", "four", "x y " * 25], "max_tokens": 2}
         assert (await server.http.post(COMPLETIONS, json=body)).status_code == 200
     (line,) = lines
+    assert max(decoded) <= 29 < line["prompt_tokens"] - 29, "no more is decoded than is shown"
     assert [text.removeprefix("<s>") for text in line["prompts"]][1] == "four"
     assert all(len(text) <= 7 for text in line["prompts"])
     assert "\n" not in line["text"]
