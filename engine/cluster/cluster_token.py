@@ -13,6 +13,7 @@ from pathlib import Path
 from quire.engine.cluster.network import LOOPBACK, is_loopback
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.parallel_config import accepts_hosts, local_replicas
+from quire.engine.process import log
 from quire.engine.protocol.errors import ConfigError
 
 ENVIRONMENT = "QUIRE_CLUSTER_TOKEN"
@@ -45,10 +46,9 @@ def with_cluster_token(options: EngineOptions, *, is_headless: bool = False) -> 
                 "--cluster-token-file; if you have none, start that host first, which prints one"
             )
         token = secrets.token_hex(32)
-        print(
+        log.print_text(
             f"no --cluster-token: made one for this run; start the other host{'s' * (_num_others(options) > 1)} with\n"
-            f"  {ENVIRONMENT}={token} {other_command(options, sys.argv)}",
-            flush=True,
+            f"  {ENVIRONMENT}={token} {other_command(options, sys.argv)}"
         )
     return _replace(options, token)
 

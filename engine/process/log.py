@@ -200,9 +200,11 @@ def error_of(line: str) -> str:
 
 
 def print_text(text: str) -> None:
-    """Print a text of several lines on standard output, or log it if every line must be a JSON object."""
+    """Print a text of several lines on standard output, or log it, whatever the level, if every line must be a JSON
+    object.
+    """
     if is_json():
-        _logger.info("%s", text)
+        _logger.handle(_logger.makeRecord(_logger.name, logging.INFO, __file__, 0, "%s", (text,), None))
     else:
         print(text, flush=True)
 

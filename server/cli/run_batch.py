@@ -97,6 +97,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Process the lines that have no response yet."""
     options, engine = flags.collect(parsed, BatchOptions), flags.collect(parsed, EngineOptions)
     source, target = _check(options, parsed)
+    log.configure(None, None)
     log.setup(options.log_level, "batch")
     current_process.set_name("quire-batch")
     with open(source, "rb") as file, BatchResults(target) as results:
@@ -104,12 +105,12 @@ def run(parsed: argparse.Namespace) -> int:
         if results.last_number > total:
             raise ConfigError(f"-o {target} was written for another input file: -i {source} has only {total} lines")
         if all(results.has(line) for line in read_lines(file, lambda url: True)):
-            print(f"all {results.count:,} lines have responses already")
+            log.print_text(f"all {results.count:,} lines have responses already")
             return 0
         file.seek(0)
 
         def work(backend: BatchBackend) -> BatchRun:
-            bar = tqdm(total=total, unit="line", disable=True if options.disable_tqdm else None)
+            bar = tqdm(total=total, unit="line", disable=options.disable_tqdm or log.is_json() or None)
             return BatchRun(read_lines(file, backend.serves), results, backend, bar)
 
         asking = _run_remote(options, options.url, work) if options.url else _run_in_process(options, engine, work)
@@ -120,7 +121,7 @@ def run(parsed: argparse.Namespace) -> int:
             why = str(failure)
             if isinstance(failure, OSError) and failure.filename == target:
                 why = f"-o {target}: {failure.strerror}"
-            print(f"quire: error: {why}\nRun the same command again to resume.", file=sys.stderr)
+            log.print_error(f"{why}\nRun the same command again to resume.")
             return 1
     return 0
 
@@ -168,7 +169,7 @@ class BatchRun:
             raise _first(failures) from None
         finally:
             self._bar.close()
-            print(self.summary(), flush=True)
+            log.print_text(self.summary())
 
     def summary(self) -> str:
         """A one-line summary of the run."""
@@ -230,7 +231,7 @@ async def _run_in_process(
     options: BatchOptions, engine: EngineOptions, work: Callable[[BatchBackend], BatchRun]
 ) -> None:
     config = ray_cluster.resolve(engine)
-    print(plan_text(config), flush=True)
+    log.print_text(plan_text(config))
     fetch_weights(engine, config)
     # As in `quire serve`: keep transformers from importing torch in this process.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

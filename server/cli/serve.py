@@ -41,6 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(parsed: argparse.Namespace) -> int:
     """Serve until a signal arrives (0) or the engine has failed (1)."""
     seconds = {"imports": current_process.age()}
+    log.configure(vars(parsed).get("log_format"), None)  # for errors in the options
     options, server = read_options(parsed)
     log.configure(server.log_format, server.log_config_file)
     log.setup(server.log_level, "serve")

@@ -28,6 +28,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from quire.engine.config.engine_config import ModelConfig
+from quire.engine.process import log
 from quire.server.client.fair_share import SHARE, FairSlots, Share
 from quire.server.client.request_record import RECORD
 from quire.server.http.errors import ApiError, reason_of_status, respond
@@ -308,7 +309,7 @@ def _process(process_large: ProcessLarge, body: bytes, processor: InputProcessor
     except Exception as error:
         response = respond(error)
         if response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
-            traceback.print_exc()
+            log.print_error(f"cannot process a large body\n{traceback.format_exc()}")
         return response
 
 

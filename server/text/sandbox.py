@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from quire.engine.process import current_process
+from quire.engine.process import current_process, log
 
 T = TypeVar("T")
 Answer = Callable[[bytes], bytes]
@@ -415,6 +415,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     current_process.set_name("quire-helper")
+    log.setup("warning", "helper")
     try:
         os.nice(pickle.load(sys.stdin.buffer))  # first, as the next line imports much
         make, argument, memory = pickle.load(sys.stdin.buffer)
@@ -445,6 +446,7 @@ def _answer(answer: Answer, control: socket.socket, idle: int, memory: int) -> N
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 2)
+        log.setup("warning", "helper")  # on the new stream
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))

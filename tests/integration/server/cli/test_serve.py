@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -219,6 +220,14 @@ def test_the_environment_may_name_the_port(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("AIP_HTTP_PORT", "many")
     with pytest.raises(ConfigError, match="AIP_HTTP_PORT=many"):
         port()
+
+
+def test_errors_in_options_have_the_format_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | {"AIP_HTTP_PORT": "many"})
+    assert main(["serve", "--log-format", "json"]) == 2
+    assert "AIP_HTTP_PORT=many" in json.loads(capsys.readouterr().err)["message"]
 
 
 def test_the_environment_may_name_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from quire.engine.process import log
 from quire.server.text import sandbox
 from quire.server.text.sandbox import Sandbox, SandboxFailed, SandboxStopped
 
@@ -110,6 +112,15 @@ def test_native_code_does_not_write_to_the_log(answering: Make, capfd: pytest.Ca
     write = "__import__('os').write(2, b'a panic') and __import__('sys').stderr.write('a traceback\\n') and q"
     assert answering(write).ask(b"a") == b"a"
     assert capfd.readouterr().err == "a traceback\n"
+
+
+def test_warnings_have_the_format_of_the_log(
+    answering: Make, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(log.FORMAT, "json")
+    assert answering("__import__('logging').getLogger('quire.x').warning('beware') or q").ask(b"a") == b"a"
+    line = json.loads(capfd.readouterr().err)
+    assert (line["level"], line["process"], line["message"]) == ("warning", "helper", "beware")
 
 
 async def test_forks_for_short_questions_are_kept(answering: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ def test_json_is_one_object_a_line_of_everything(quire: logging.Logger, capsys: 
     thread.join()
     sys.excepthook(ValueError, ValueError("x"), None)
     log.print_error("it ends")
+    log.set_level("error")
     log.print_text("a plan\nof two lines")
     out, err = capsys.readouterr()
     assert out == ""
