@@ -5,16 +5,19 @@ They run behind the router, which alone decides which route a path is.
 
 from __future__ import annotations
 
-import ipaddress
+from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 
+from quire.engine.cluster.network import is_loopback
 from quire.server.http.api_keys import Key
 from quire.server.http.errors import ApiError
 from quire.server.http.state import AppState
 
 SCOPE_KEY = "quire.key"
 """Key in an ASGI scope: the `Key` of the request, or None."""
+_FOREIGN = frozenset(("origin", "forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"))
+"""Headers of browsers, which add `Origin` to each POST, and of proxies."""
 
 
 def key_required(what: str = "a valid API key") -> ApiError:
@@ -55,10 +58,17 @@ MetricsReader = Depends(_metrics)
 
 
 def is_local(request: Request) -> bool:
-    """Return whether a program on this host has sent it. Browsers add `Origin` to each POST."""
-    if any(name in request.headers for name in ("origin", "forwarded", "x-forwarded-for")):
+    """Return whether a program on this host has sent it, to a loopback address. A proxy that neither names itself or
+    its client nor passes the `Host` on cannot be told from one.
+    """
+    if not _FOREIGN.isdisjoint(request.headers):
         return False
-    if request.client is None:  # a Unix socket
-        return True
-    address = ipaddress.ip_address(request.client.host)
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    client = None if request.client is None else request.client.host  # a Unix socket has none
+    try:
+        return all(map(_is_loopback, filter(None, (urlsplit(f"//{request.headers.get('host', '')}").hostname, client))))
+    except ValueError:  # a malformed host
+        return False
+
+
+def _is_loopback(host: str) -> bool:
+    return is_loopback(host.removeprefix("::ffff:"))

@@ -34,8 +34,8 @@ async def set_log_level(body: LogLevelRequest, state: AppState, request: Request
     if state.keys is None and not is_local(request):
         raise ApiError(
             403,
-            "without keys the log level can be changed only from the server's own host, not by web pages and not "
-            "through a proxy: start it with --admin-key or QUIRE_ADMIN_KEY",
+            "without keys the log level can be changed only from the server's own host, as localhost, not by web pages "
+            "and not through a proxy: start it with --admin-key or QUIRE_ADMIN_KEY",
             "admin_key_required",
         )
     body.check_fields()

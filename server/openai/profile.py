@@ -119,7 +119,7 @@ def _check(state: ServedModel, request: Request) -> None:
     if not is_local(request):
         raise ApiError(
             403,
-            "without keys the server can be profiled only from its own host, not by web pages and not through a "
-            "proxy: start it with --admin-key or QUIRE_ADMIN_KEY",
+            "without keys the server can be profiled only from its own host, as localhost, not by web pages and not "
+            "through a proxy: start it with --admin-key or QUIRE_ADMIN_KEY",
             "admin_key_required",
         )

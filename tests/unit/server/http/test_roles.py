@@ -88,10 +88,14 @@ async def test_the_log_level_of_a_server_without_keys_is_its_hosts(server: Serve
         ("verbose", {}, 400),
         ("info", {"Origin": "http://evil.example"}, 403),
         ("warning", {"X-Forwarded-For": "127.0.0.1"}, 403),
+        ("warning", {"Via": "1.1 proxy"}, 403),
+        ("warning", {"Host": "rebound.example:8000"}, 403),
+        ("warning", {"Host": "[::1"}, 403),
+        ("error", {"Host": "localhost:8000"}, 200),
     ):
         answer = await server.http.post("/log_level", json={"level": level}, headers=headers)
         assert answer.status_code == status
-    assert levels == ["debug"]
+    assert levels == ["debug", "error"]
 
 
 def test_lines_have_names_weights_and_roles(tmp_path: Path) -> None:
