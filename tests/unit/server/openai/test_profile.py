@@ -90,7 +90,7 @@ async def test_without_keys_only_programs_on_the_host_may_profile(
         async def from_client(scope: Any, receive: Any, send: Any) -> None:
             await app({**scope, "client": client and (client, 1)}, receive, send)
 
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(from_client), base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(from_client), base_url="http://localhost") as http:
             for path in ("/start_profile", "/stop_profile"):
                 answer = await http.post(path, headers={"Content-Type": "text/plain"} | header)
                 assert answer.status_code == status
