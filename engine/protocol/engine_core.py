@@ -140,11 +140,6 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
     incarnation: int = 0
     """The replica's incarnation: outputs of an earlier start may arrive late, and are dropped."""
 
-    @property
-    def is_pulse(self) -> bool:
-        """Whether it has no content."""
-        return self.stats is None and not self.outputs and not self.request_ids
-
 
 class ProbeReply(msgspec.Struct, tag=True, array_like=True):
     """The answer to a `Probe`."""

@@ -652,7 +652,7 @@ class EngineClient:
                     continue  # a late message of a replica that has died
                 replica.is_silent, replica.heard_at = False, now
                 if isinstance(message, EngineCoreOutputs):
-                    if not message.is_pulse:
+                    if message.stats is not None or message.outputs or message.request_ids:  # not a pulse
                         replica.has_failed_probe = False
                         self._deliver(message)
                 else:
