@@ -6,7 +6,6 @@ import contextlib
 import fnmatch
 import json
 import math
-import os
 import stat
 import struct
 import sys
@@ -168,7 +167,7 @@ def torch_files(folder: Path) -> list[Path]:
 
 def download(repository: str, revision: str | None, folder: str | None, patterns: Sequence[str]) -> Path:
     """Download the files that match into the repository's snapshot, and return it. Raises `ConfigError`."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -180,7 +179,7 @@ def download(repository: str, revision: str | None, folder: str | None, patterns
     )
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not sys.stderr.isatty() and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+    if not sys.stderr.isatty() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         disable_progress_bars()
     try:
         return Path(snapshot_download(repository, revision=revision, cache_dir=folder, allow_patterns=list(patterns)))

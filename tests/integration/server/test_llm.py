@@ -42,7 +42,10 @@ def llm(model_folder: Path, core_mode: Callable[[str], None]) -> Iterator[LLM]:
         yield running
 
 
-def test_generate_keeps_the_order_of_its_prompts(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generate_keeps_the_order_of_its_prompts(
+    llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)  # bars are for terminals
     prompts = [f"{'long ' * (index % 3)}{index}" for index in range(20)]
     results = llm.generate(prompts, SamplingParams(max_tokens=60, n=2))
     assert [result.prompt for result in results] == prompts

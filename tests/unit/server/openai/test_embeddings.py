@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import sys
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -413,7 +414,8 @@ def llm(folder: Path, core_mode: Callable[[str], None]) -> Iterator[LLM]:
         yield running
 
 
-def test_llm_embeds(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_llm_embeds(llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)  # bars are for terminals
     prompts: list[Any] = ["hello", [70, 71], {"prompt": "world", "cache_salt": "s"}, {"prompt_token_ids": [72]}]
     results = llm.embed(prompts)
     assert "4/4" in capfd.readouterr().err
