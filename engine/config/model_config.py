@@ -40,8 +40,8 @@ _SAMPLING_DEFAULTS = (
 )  # fmt: skip
 """Parameters that generation_config.json may set, besides `max_new_tokens`, which is `max_tokens`."""
 _LEAST_DEFAULT_LEN = 8192
-"""Tokens that a model whose length is not set is served with, unless its own length is less. A cache for fewer is
-refused: users would not expect so short a length."""
+"""Minimum length of a model whose length is not set, unless its own is shorter. If the KV cache holds fewer tokens, the
+model is refused: users would not expect so short a length."""
 _SHORTEST = 2
 """A prompt and an output of a token each."""
 _MIN_LAYER_BYTES = 24 << 10
