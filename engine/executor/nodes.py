@@ -84,6 +84,10 @@ class NodeProgress(msgspec.Struct, tag=True, array_like=True):
     """New ones of the node and its ranks."""
 
 
+class WeightsCompared(msgspec.Struct):
+    """A node has the same weights as this one; wakes the loop that waits for it."""
+
+
 class NodeLost(msgspec.Struct):
     """The connection to the node is lost."""
 
@@ -114,7 +118,7 @@ class MultiNodeExecutor(ProcessExecutor):
         set_interfaces(address)
         self._on_end, self._launcher = on_end, launcher
         self._decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
-        self._inbox: WakeQueue[tuple[int, FromNode | NodeLost]] = WakeQueue()
+        self._inbox: WakeQueue[tuple[int, FromNode | NodeLost | WeightsCompared]] = WakeQueue()
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
         self._waiting: dict[int, list[int]] = {}
         """The ranks that wait for others, by node."""
@@ -129,6 +133,7 @@ class MultiNodeExecutor(ProcessExecutor):
             parallel.hosts[1:],
             on_message=lambda number, body: self._put(number, self._decode(body)),
             on_lost=lambda number, end: self._put(number, NodeLost(end.reason, end.is_final)),
+            on_compared=lambda number: self._put(number, WeightsCompared()),
             token=parallel.cluster_token,
             lost_seconds=parallel.cluster_timeout,
         )
@@ -198,7 +203,7 @@ class MultiNodeExecutor(ProcessExecutor):
     def _send(self, plan: bytes) -> None:
         self._leader.send(None, plan)
 
-    def _put(self, number: int, message: FromNode | NodeLost) -> None:
+    def _put(self, number: int, message: FromNode | NodeLost | WeightsCompared) -> None:
         """Queue a message, from the leader's thread. Failures also wake an idle core; traces bypass the loop."""
         if isinstance(message, TracePiece):
             return self.on_trace(message)

@@ -552,7 +552,8 @@ def test_hosts_join_and_leave(engine: Make) -> None:
     assert manager.requests.keys() == {0, 3}
 
 
-def test_a_replica_is_not_up_before_its_weights_are_compared(engine: Make) -> None:
+def test_a_replica_is_not_up_before_its_weights_are_compared(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.client.engine_manager.SHUTDOWN_SECONDS", 0.0)  # the core does not end by itself
     hosts = Hosts()
     one = engine(hosts=hosts)
     manager = one.manager
