@@ -278,7 +278,8 @@ class Sandbox(Generic[T]):
         with contextlib.ExitStack() as undone:
             undone.callback(mine.close)
             mine.setblocking(False)
-            helper = await asyncio.to_thread(self._hand_over, theirs)
+            # It closes its end, also for a question that is cancelled before the thread begins.
+            helper = await asyncio.shield(asyncio.to_thread(self._hand_over, theirs))
             for patience in (helper.patience, _GRACE_SECONDS):
                 try:
                     async with asyncio.timeout(patience):
