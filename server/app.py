@@ -16,7 +16,7 @@ from quire.engine.process.version import version
 from quire.server.anthropic import errors as anthropic_errors
 from quire.server.anthropic import messages
 from quire.server.config.server_options import ServerOptions, names
-from quire.server.http import errors, sagemaker_vertex, status, ui
+from quire.server.http import errors, sagemaker_vertex, status
 from quire.server.http.access import AccessMiddleware, Recorder
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.large_bodies import BodyRoute
@@ -27,6 +27,7 @@ from quire.server.http.middleware import (
     LimitsMiddleware,
     RootPathMiddleware,
 )
+from quire.server.http.page import routes as page
 from quire.server.http.response import DIRECT_SEND
 from quire.server.http.state import ServedModel
 from quire.server.openai import (
@@ -70,10 +71,10 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
             state.torch_profiler_dir = os.path.abspath(options.torch_profiler_dir)
         open_paths = {*status.HEALTH_ROUTES, "/ping", *sagemaker_vertex.add_vertex(app)}
         if options.ui:
-            open_paths |= ui.add_page(app)
+            open_paths |= page.add_page(app)
         if options.public_metrics:
             open_paths.add("/metrics")
-        routes = [*routes, *ui.router.routes, *app.routes]
+        routes = [*routes, *page.router.routes, *app.routes]
         state.keys = _add_front(app, options, open_paths, None if tracing is None else (tracing, routes))
         recorder = Recorder(state.frontend.metrics.http, options)
         app.front = partial(AccessMiddleware, recorder=recorder, routes=routes, root_path=options.root_path)

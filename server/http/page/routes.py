@@ -1,19 +1,16 @@
-"""`/` and `/ui`: a page that shows the engine at work. `/ui/state`: the numbers that it draws.
+"""`/` and `/ui`: a page that shows the engine at work, and a chat. `/ui/state`: the numbers that it shows.
 
-The page polls the numbers once a second while it is visible, and computes rates from their differences. It needs
-nothing from outside. With API keys, the page itself is open, and asks for a key: the numbers need one.
+The page needs nothing from outside. With API keys, its files are open, and it asks for a key: the numbers need one.
 """
 
 from __future__ import annotations
 
-import re
 import time
-from base64 import b64encode
 from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -23,30 +20,50 @@ from quire.engine.protocol.stats import RankStats
 from quire.server.client.metrics import HISTOGRAMS
 from quire.server.client.replica import ReplicaInfo
 from quire.server.http import in_process
-from quire.server.http.errors import json_response
+from quire.server.http.errors import ApiError, json_response
 from quire.server.http.state import AppState, ServedModel
 
 router = APIRouter(include_in_schema=False)
 
 _DRAWN = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 """The drawn ones of `HISTOGRAMS`."""
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
+_POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+"""Lets a browser run the page's own files, and ask this server; no more."""
 
 
 def add_page(app: FastAPI) -> set[str]:
     """Add the page, at `/` only if that is free. Returns its paths, which need no API key; "" redirects to `/`."""
     app.include_router(router)
+    paths = {"/ui", *(f"/ui/files/{name}" for name in _files())}
     if in_process.serves(app, "GET", "/"):
-        return {"/ui"}
+        return paths
     app.add_api_route("/", page, include_in_schema=False)
-    return {"", "/", "/ui"}
+    return {"", "/", *paths}
 
 
 @router.get("/ui")
-async def page() -> Response:
+async def page(request: Request) -> Response:
     """The page, which contains no numbers, and asks for an API key if it needs one."""
-    content, policy = _page()
-    headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
-    return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+    return await file("index.html", request)
+
+
+@router.get("/ui/files/{name:path}")
+async def file(name: str, request: Request) -> Response:
+    """A file of the page. A browser asks each time, and gets it only if it has changed."""
+    if (found := _files().get(name)) is None:
+        raise ApiError(404, f"the page has no file {name!r}", "not_found")
+    headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache", "ETag": found.tag}
+    if found.tag in request.headers.get("If-None-Match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(found.content, media_type=found.media_type, headers=headers)
 
 
 @router.get("/ui/state")
@@ -75,22 +92,22 @@ async def numbers(state: AppState, request: Request) -> Response:
     )
 
 
+class _File(NamedTuple):
+    content: bytes
+    media_type: str
+    tag: str
+
+
 @cache
-def _page() -> tuple[bytes, str]:
-    """The page, and the policy that lets a browser run its script, use its style, and ask this server; no more."""
-    text = Path(__file__).with_name("ui.html").read_text("utf-8")
-    own = {
-        tag: " ".join(
-            f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'"
-            for each in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        )
-        for tag in ("style", "script")
-    }
-    policy = (
-        f"default-src 'none'; style-src {own['style']}; script-src {own['script']}; connect-src 'self'; img-src data:; "
-        "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-    )
-    return text.encode(), policy
+def _files() -> dict[str, _File]:
+    """The files of the page, by their names."""
+    folder, found = Path(__file__).with_name("files"), {}
+    for path in folder.rglob("*.*"):
+        if (media_type := _TYPES.get(path.suffix)) is not None:
+            content = path.read_bytes()
+            tag = f'"{sha256(content).hexdigest()[:16]}"'
+            found[path.relative_to(folder).as_posix()] = _File(content, media_type, tag)
+    return found
 
 
 def _replica(state: ServedModel, replica: ReplicaInfo) -> dict[str, Any]:

@@ -1,0 +1,6 @@
+// The dashboard.
+
+import {fill} from "./dom.js";
+
+export const show = () => {};
+export const take = state => fill("dashboard", JSON.stringify(state));
