@@ -93,9 +93,7 @@ class BdistWheel(bdist_wheel):
 
 
 def index_page(readme: str) -> str:
-    """The README for a package index, where relative links lead nowhere. It ends before the chapters for developers,
-    whose diagram an index would show as text.
-    """
+    """The README for a package index, where relative links lead nowhere. It ends before the chapters for developers."""
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     for_users = readme.partition("\n## How a request flows")[0]
     return re.sub(r"(?<=\]\()(?!https?:|#)", f"{urls['Homepage']}/blob/main/", for_users)

@@ -38,14 +38,17 @@ class Drawing:
     def box(
         self, x: float, y: float, width: float, height: float, colours: Colours, text: str = "", *, dashed: bool = False
     ) -> None:
-        """A rectangle with a text in its middle."""
+        """A rectangle with a text in its middle; the lines after the first are smaller."""
         dashes = ' stroke-dasharray="5 4"' if dashed else ""
         self._parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{colours[0]}" '
             f'stroke="{colours[1]}" stroke-width="1.5"{dashes}/>'
         )
-        if text:
-            self.text(x + width / 2, y + height / 2 + 5, text)
+        lines = text.splitlines()
+        for number, line in enumerate(lines):
+            size, colour = (14, INK) if number == 0 else (12, QUIET)
+            middle = y + height / 2 + 17 * (number - (len(lines) - 1) / 2)
+            self.text(x + width / 2, middle + 5, line, size=size, colour=colour)
 
     def text(
         self,
@@ -86,6 +89,99 @@ class Drawing:
         """The picture."""
         text = "\n".join([*self._parts, "</svg>"]) + "\n"
         return text.replace('orient="auto"', 'orient="auto-start-reverse"')
+
+
+def processes() -> str:
+    """API process, engine core and workers, and what passes between them."""
+    drawing = Drawing(480, "The processes of a server: API process, engine core and workers")
+    left, width, height = (190, 390, 590), 170, 64
+    rows = (40, 200, 370)
+    for top, colours, title in zip(
+        rows,
+        (BLUE, ORANGE, GREEN),
+        ("API process: text", "engine core: token ids", "workers: one process per device"),
+        strict=True,
+    ):
+        drawing.box(170, top - 24, 610, height + 40, ("#f7f9fb", colours[1]))
+        drawing.text(182, top - 7, title, anchor="start", size=13, colour=colours[1], bold=True)
+    for top, colours, texts in (
+        (
+            rows[0],
+            BLUE,
+            (
+                "server/openai\nroutes and their shapes",
+                "server/text\ntemplate, tokenizer,\ndetokenizer, stop strings",
+                "server/client\nreplicas, router",
+            ),
+        ),
+        (
+            rows[1],
+            ORANGE,
+            (
+                "engine/scheduler\nrequests and KV blocks",
+                "engine/core\nthe loop",
+                "engine/executor\nstarts workers,\ncarries plans",
+            ),
+        ),
+    ):
+        for x, text in zip(left, texts, strict=True):
+            drawing.box(x, top, width, height, colours, text)
+        for x in left[1:]:
+            drawing.arrow((x - 27, top + height / 2), (x - 3, top + height / 2), both=True)
+    for stage, x in enumerate((left[0], left[2])):
+        drawing.box(x, rows[2], width, height, GREEN, f"stage {stage}\nrank {2 * stage} ⇄ rank {2 * stage + 1}")
+    middle = rows[2] + height / 2
+    drawing.arrow((left[0] + width + 3, middle), (left[2] - 3, middle))
+    drawing.text(left[1] + width / 2, middle - 8, "hidden states", size=13, colour=QUIET)
+    drawing.box(20, rows[0] + 12, 70, 40, GREY, "client")
+    drawing.arrow((93, rows[0] + height / 2), (left[0] - 3, rows[0] + height / 2), both=True)
+    drawing.text(130, rows[0] + 22, "HTTP, SSE", size=13, colour=QUIET)
+    x, y = left[2] + width / 2, rows[0] + height + 34
+    drawing.arrow((x, y - 31), (x, y), (left[1] + width / 2, y), (left[1] + width / 2, rows[1] - 3), both=True)
+    drawing.text(x + 8, y + 4, "ZMQ", anchor="start", size=13, colour=QUIET)
+    top, bottom = rows[1] + height + 3, rows[2] - 3
+    drawing.arrow((left[2] + 20, top), (left[2] + 20, bottom - 24))
+    drawing.text(left[2] + 12, top + 37, "SchedulerOutput", anchor="end", size=13, colour=QUIET)
+    drawing.arrow((left[2] + 40, bottom), (left[2] + 40, top))
+    drawing.text(left[2] + 48, top + 37, "ModelRunnerOutput", anchor="start", size=13, colour=QUIET)
+    return drawing.svg()
+
+
+def request() -> str:
+    """The functions of the API process on the way to the engine core, and back."""
+    drawing = Drawing(250, "A chat from its route to the engine core, and back to the client")
+    left, width, height, rows = (20, 162, 304, 446), 124, 74, (26, 150)
+    middles = [top + height / 2 for top in rows]
+    for row, texts in enumerate(
+        (
+            (
+                "route\nchat_completions",
+                "InputProcessor\ntemplate,\ntokenizer,\nvalidation",
+                "Frontend\ngenerate",
+                "EngineClient\nsubmit, router",
+            ),
+            (
+                "formatter\nserver-sent events",
+                "Generation",
+                "OutputProcessor\ndetokenizer,\nstop strings,\nparsers",
+                "EngineClient\nOutputStream",
+            ),
+        )
+    ):
+        for x, text in zip(left, texts, strict=True):
+            drawing.box(x, rows[row], width, height, BLUE, text)
+        for x in left[1:]:
+            points = ((x - 16, middles[row]), (x - 3, middles[row]))
+            drawing.arrow(*(points if row == 0 else reversed(points)))
+    drawing.box(710, rows[0], 70, rows[1] - rows[0] + height, ORANGE)
+    for number, text in enumerate(("engine", "core")):
+        drawing.text(745, 122 + 18 * number, text)
+    edge = left[-1] + width + 3
+    drawing.arrow((edge, middles[0]), (707, middles[0]))
+    drawing.text((edge + 707) / 2, middles[0] - 8, "EngineCoreRequest", size=13, colour=QUIET)
+    drawing.arrow((707, middles[1]), (edge, middles[1]))
+    drawing.text((edge + 707) / 2, middles[1] - 8, "EngineCoreOutputs", size=13, colour=QUIET)
+    return drawing.svg()
 
 
 def tensor_parallel() -> str:
@@ -242,6 +338,8 @@ def rank_grid() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
+    "processes": processes,
+    "request": request,
     "tensor-parallel": tensor_parallel,
     "pipeline": pipeline,
     "kv-cache": kv_cache,

@@ -45,6 +45,12 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         assert list(ROOT.glob(path.rstrip("/."))), f"{path}: there is no such file"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_diagrams_are_pictures(page: Path) -> None:
+    """Neither the site, without another host's scripts, nor a package index shows mermaid."""
+    assert "```mermaid" not in page.read_text(), "draw it in scripts/draw_docs.py"
+
+
 IMAGES = {"quire:cpu", "quire:cuda"}
 
 
