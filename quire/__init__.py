@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.engine.protocol.errors import ConfigError, InvalidParameter
     from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
     from quire.server.config.engine_args import AsyncEngineArgs, EngineArgs
     from quire.server.llm import (
         LLM,
         AsyncLLM,
         AsyncLLMEngine,
+        BeamSearchOutput,
         BeamSearchParams,
+        BeamSearchSequence,
+        ClassificationOutput,
         ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
         EmbeddingRequestOutput,
+        EngineUnavailable,
         LLMEngine,
+        Logprob,
+        PoolingOutput,
         PoolingRequestOutput,
+        RequestFailed,
         RequestOutput,
+        ScoringOutput,
         ScoringRequestOutput,
+        ToolCall,
     )
 
 __all__ = [
@@ -25,34 +38,47 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
     "BeamSearchParams",
+    "BeamSearchSequence",
+    "ClassificationOutput",
     "ClassificationRequestOutput",
+    "CompletionOutput",
+    "ConfigError",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
+    "EngineUnavailable",
+    "InvalidParameter",
     "LLMEngine",
+    "Logprob",
+    "PoolingOutput",
     "PoolingRequestOutput",
+    "RequestFailed",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputs",
+    "ToolCall",
 ]
+
+_LIGHT = {
+    "AsyncEngineArgs": "quire.server.config.engine_args",
+    "ConfigError": "quire.engine.protocol.errors",
+    "EngineArgs": "quire.server.config.engine_args",
+    "InvalidParameter": "quire.engine.protocol.errors",
+    "SamplingParams": "quire.engine.protocol.sampling_params",
+    "StructuredOutputs": "quire.engine.protocol.sampling_params",
+}
+"""The modules of names that are not imported from `quire.server.llm`, which takes longer."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("SamplingParams", "StructuredOutputs"):
-        from quire.engine.protocol import sampling_params
-
-        return getattr(sampling_params, name)
-    if name in ("AsyncEngineArgs", "EngineArgs"):
-        from quire.server.config import engine_args
-
-        return getattr(engine_args, name)
     if name == "__version__":
         from quire.engine.process.version import version
 
         return version()
     if name in __all__:
-        from quire.server import llm
-
-        return getattr(llm, name)
+        return getattr(import_module(_LIGHT.get(name, "quire.server.llm")), name)
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

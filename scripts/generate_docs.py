@@ -16,6 +16,7 @@ import dashboards
 import draw_docs
 import environment_docs
 import metrics_docs
+import python_docs
 import vllm_docs
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +24,7 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/reference/api.md": api_docs.render,
     "docs/reference/cli.md": cli_docs.render,
     "docs/reference/metrics.md": metrics_docs.render,
+    "docs/reference/python.md": python_docs.render,
     "docs/reference/environment.md": environment_docs.render,
     "docs/reference/helm.md": chart_docs.render,
     "docs/reference/vllm.md": vllm_docs.render,

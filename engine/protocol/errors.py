@@ -8,7 +8,7 @@ class ConfigError(ValueError):
 class InvalidParameter(ValueError):
     """A request parameter that is invalid or not implemented.
 
-    `param` is the name that the client used; the server puts it into the OpenAI error object.
+    `param` is its name as the caller used it, or None; the server puts it into the OpenAI error object.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:

@@ -28,7 +28,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True):
     json_object: bool | None = None
     """Any JSON object."""
     regex: str | None = None
+    """A regular expression that the whole output matches."""
     choice: list[str] | None = None
+    """The texts of which the output is one."""
     grammar: str | None = None
     """A context-free grammar in Lark notation."""
 
@@ -53,28 +55,27 @@ def _shown(value: object) -> str:
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sampling parameters of a request; names and meanings follow the OpenAI API and vLLM.
 
-    `stop` and `skip_special_tokens` apply to text and are handled by the server: `for_engine` clears them.
     Raises `InvalidParameter` for an invalid field.
     """
 
     n: int = 1
-    """Number of independent outputs for the prompt."""
+    """Number of independent outputs for the prompt, at most 128."""
     temperature: float = 1.0
-    """The logits are divided by it; 0: greedy sampling."""
+    """From 0 to 100. The logits are divided by it; 0: greedy sampling."""
     top_k: int = 0
     """Sample from the k most likely tokens; 0 and -1: from all."""
     top_p: float = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this."""
+    """Above 0 and at most 1. Sample from the most likely tokens whose probabilities add up to this."""
     min_p: float = 0.0
-    """Sample from tokens with at least this probability, relative to the most likely token."""
+    """From 0 to 1. Sample from tokens with at least this probability, relative to the most likely token."""
     seed: int | None = None
-    """The same seed gives the same output; None: a random seed for each request."""
+    """A 64-bit integer. The same seed gives the same output; None: a random seed for each request."""
     max_tokens: int | None = 16
     """Maximum output tokens; None: up to the model's length; 0: compute only the prompt (for `prompt_logprobs`)."""
     min_tokens: int = 0
     """Minimum output tokens before an end of sequence, a stop token or a stop string can end the output."""
     stop: list[str] = []
-    """Strings that end the output and are not part of it; a single string is accepted too."""
+    """At most 16 strings that end the output and are not part of it; a single string is accepted too."""
     stop_token_ids: list[int] = []
     """Tokens that end the output, in addition to the model's end of sequence."""
     include_stop_str_in_output: bool = False
@@ -82,13 +83,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     """Continue after the model's end of sequence."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that occur in the output."""
+    """From -2 to 2. Subtracted from the logits of tokens that occur in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens once for each occurrence in the output."""
+    """From -2 to 2. Subtracted from the logits of tokens once for each occurrence in the output."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens that occur in prompt or output, and multiplies the negative ones."""
+    """Above 0 and at most 100; 1: none. Divides the positive logits of tokens that occur in prompt or output, and
+    multiplies the negative ones.
+    """
     logit_bias: dict[int, float] = {}
-    """Added to the logits of these token ids."""
+    """From -100 to 100, by token id. Added to the logits of these tokens."""
     allowed_token_ids: list[int] | None = None
     """Sample only from these tokens; None: from all."""
     bad_words: list[str] = []
@@ -102,7 +105,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprob_token_ids: list[int] | None = None
     """Return the log-probabilities of these tokens instead of the most likely ones."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt except the first. Such a request does not use the prefix cache."""
+    """As `logprobs`, for each token of the prompt except the first. Such a request does not use the prefix cache."""
     skip_special_tokens: bool = True
     """Omit special tokens from the text."""
     structured_outputs: StructuredOutputs | None = None
@@ -167,6 +170,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def for_engine(self, seed: int) -> SamplingParams:
         """Return the parameters that the engine needs for one of the `n` outputs, with its own seed and without text.
 
+        `stop` and `skip_special_tokens` apply to text and are handled by the server.
         With `max_tokens` 0 the engine samples one token, which the server drops.
         """
         return msgspec.structs.replace(

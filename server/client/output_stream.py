@@ -13,7 +13,7 @@ from quire.server.client.tracing import RequestTimes, SequenceTrace
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine is still loading, has died, or is shutting down; the message says which, and why."""
+    """The engine is still loading, has died, is restarting or shut down; the message says which, and why."""
 
     def __init__(self, message: str, reason: Literal["loading", "draining", "unavailable"] = "unavailable") -> None:
         """`reason` as in the metrics."""

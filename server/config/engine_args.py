@@ -22,11 +22,11 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(EngineOptions))
 
 
 class EngineArgs:
-    """Engine options by keyword, with vLLM's values and options: options without effect are logged
-    (docs/reference/vllm.md).
+    """Engine options by keyword, with the names and values of Quire or of vLLM.
 
-    Its attributes are the fields of `EngineOptions`, and can be changed. vLLM's environment variables are defaults.
-    Raises `ConfigError` for options that are not supported.
+    An option of vLLM's without effect is logged. Its attributes are the fields of
+    `quire.engine.config.options.EngineOptions`, and can be changed. vLLM's environment variables are defaults. Raises
+    `ConfigError` for options that are not supported.
     """
 
     def __init__(self, model: str = EngineOptions.model, **options: Any) -> None:
@@ -50,12 +50,12 @@ class EngineArgs:
 
     @property
     def options(self) -> EngineOptions:
-        """The attributes as options of the engine."""
+        """A copy of the attributes, as the options of `LLM`."""
         return EngineOptions(**{name: getattr(self, name) for name in _FIELDS})
 
     @staticmethod
     def add_cli_args(parser: T) -> T:
-        """Add `--model` and Quire's engine flags to a program's own command line."""
+        """Add `--model` and Quire's engine flags to a program's own command line; returns `parser`."""
         parser.add_argument("--model", default=EngineOptions.model, help="model folder or Hugging Face repository")
         flags.add_flags(parser.add_argument_group("engine"), EngineOptions)
         parser.set_defaults(**{name: getattr(EngineOptions, name) for name in _FIELDS})
@@ -63,7 +63,10 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """Make the options of a command line with the flags of `add_cli_args`, which may have others, too."""
+        """Make the options of a command line with the flags of `EngineArgs.add_cli_args`, which may have others, too.
+
+        Raises `ConfigError`.
+        """
         return cls(**{name: value for name, value in vars(args).items() if name in _FIELDS})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.llm.async_llm import AsyncLLM, AsyncLLMEngine
 from quire.server.llm.llm import LLM
 from quire.server.llm.llm_engine import LLMEngine
@@ -9,12 +10,17 @@ from quire.server.parsers.events import ToolCall
 from quire.server.serving.llm_outputs import (
     BeamSearchOutput,
     BeamSearchParams,
+    BeamSearchSequence,
+    ClassificationOutput,
     ClassificationRequestOutput,
     CompletionOutput,
+    EmbeddingOutput,
     EmbeddingRequestOutput,
     Logprob,
+    PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
     ScoringRequestOutput,
 )
 
@@ -24,13 +30,20 @@ __all__ = [
     "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
+    "BeamSearchSequence",
+    "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineUnavailable",
     "LLMEngine",
     "Logprob",
+    "PoolingOutput",
     "PoolingRequestOutput",
+    "RequestFailed",
     "RequestOutput",
+    "ScoringOutput",
     "ScoringRequestOutput",
     "ToolCall",
 ]

@@ -42,10 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """A model for asyncio programs. The engine starts with the first request, or with `start`.
+    """A model for asyncio programs. The engine starts with the first request, with `async with`, or with `start`.
 
-    `options` are the fields of `quire.engine.config.options.EngineOptions`. Raises `ConfigError` for options or models
-    that are not supported.
+    The arguments are the same as for `LLM`. Raises `ConfigError` for options or models that are not supported.
     """
 
     def __init__(
@@ -74,13 +73,13 @@ class AsyncLLM:
         log_level: str = "warning",
         **ignored: Any,
     ) -> AsyncLLM:
-        """Make the model of `AsyncEngineArgs`. vLLM's other arguments, such as `usage_context`, have no effect."""
+        """Make an `AsyncLLM` with these options. vLLM's other arguments, such as `usage_context`, have no effect."""
         if ignored:
             logger.info("from_engine_args: %s: no effect", ", ".join(ignored))
         return cls(**vars(engine_args.options), chat_template=chat_template, log_level=log_level)
 
     async def start(self) -> Frontend:
-        """Load the model; raises `EngineUnavailable` with the reason if that fails."""
+        """Load the model; raises `EngineUnavailable` with the reason if that fails. The result is internal."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
@@ -107,7 +106,10 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Generate text for a prompt. Each result holds all output so far; the last one is `finished`.
+        """Generate text for a prompt, for `async for`. Each result holds all output so far; the last one is `finished`.
+
+        `sampling_params` None: the model's own defaults. `request_id` None: a random one. Requests of lower `priority`
+        run first with `scheduling_policy="priority"`.
 
         Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed` and
         `EngineUnavailable`.
@@ -119,14 +121,16 @@ class AsyncLLM:
     async def add_request(
         self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """Start a request; returns the results that `generate` yields, which need not be read at once.
+        """Start a request; returns the results that `AsyncLLM.generate` yields, which need not be read at once.
 
-        The request is aborted when the iterator is deleted.
+        The request is aborted when the iterator is deleted. Raises `InvalidParameter` and `EngineUnavailable`.
         """
         return _Results(await self._submit(prompt, params, request_id, priority))
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request of `generate` or `add_request`, whose reader gets `RequestFailed`; ignores unknown ids."""
+        """Abort a request of `AsyncLLM.generate` or `AsyncLLM.add_request`, whose reader gets `RequestFailed`; ignores
+        unknown ids.
+        """
         if (request := self._requests.get(request_id)) is not None:
             request.abort()
 
@@ -146,7 +150,7 @@ class AsyncLLM:
         priority: int = 0,
         **chat: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Answer a conversation; otherwise like `generate`. `chat` are the options of `LLM.chat`."""
+        """Answer a conversation; otherwise like `AsyncLLM.generate`. `chat` are the keyword options of `LLM.chat`."""
         frontend, given = await self.start(), replace(chat_input(**chat), messages=messages)
         request = OfflineRequest(frontend, *await process_chat(frontend, given, sampling_params, priority), request_id)
         async for _ in request.run():
@@ -165,10 +169,14 @@ class AsyncLLM:
         normalize: bool | None = None,
         prompt_name: str | None = None,
     ) -> EmbeddingRequestOutput:
-        """Compute the vector of a prompt, with an embedding model (`runner`); the options are the same as for
-        `/v1/embeddings`.
+        """Compute the vector of a prompt, with an embedding model (`runner`).
 
-        Cancelling the task aborts the request. Raises the same errors as `generate`.
+        `truncate_prompt_tokens` keeps this number of tokens of a longer prompt, -1 as many as the model takes, and
+        removes those on the `truncation_side`; None: a longer prompt is an error. `add_special_tokens` is for texts.
+        `dimensions` keeps the first numbers of a Matryoshka model's vector, and `normalize` gives it length 1; None: as
+        the model declares. `prompt_name` is the name of the model's prompt to put before a text; None: its default.
+
+        Cancelling the task aborts the request. Raises the same errors as `AsyncLLM.generate`.
         """
         frontend = await self.start()
         rendering = EmbeddingOptions(
@@ -189,10 +197,10 @@ class AsyncLLM:
         use_activation: bool | None = None,
         **rendering: Any,
     ) -> ClassificationRequestOutput:
-        """Compute the probability of each label, with a classifier; without `use_activation` its logit.
+        """Compute the probability of each label, with a classifier; if `use_activation` is False, its logit.
 
-        `rendering` are `truncate_prompt_tokens`, `truncation_side` and `add_special_tokens` of `embed`, which raises
-        the same errors.
+        `rendering` are `truncate_prompt_tokens`, `truncation_side` and `add_special_tokens` of `AsyncLLM.embed`, which
+        raises the same errors.
         """
         frontend, vectors = await self.start(), VectorOptions(normalize=use_activation)
         return await pooling.classify(frontend, prompt, pooling.options(**rendering), vectors, request_id, priority)
@@ -210,7 +218,8 @@ class AsyncLLM:
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Compute the pooled output of a prompt: a vector, or the probability of each label.
 
-        `pooling_task` checks which of them; the other options are as in `classify` and `embed`.
+        `pooling_task` is the expected one of them: a model for the other raises `InvalidParameter`. The other options
+        are as in `AsyncLLM.classify` and `AsyncLLM.embed`.
         """
         frontend, vectors = await self.start(), VectorOptions(dimensions=dimensions, normalize=use_activation)
         return await pooling.encode(
@@ -235,8 +244,9 @@ class AsyncLLM:
     ) -> list[ScoringRequestOutput]:
         """Score each text of `data_1` with its counterpart in `data_2`, or a single one with all of them.
 
-        A cross-encoder scores pairs, with `use_activation` as in `classify`; an embedding model compares vectors by
-        their cosine similarity, or if that is False by their dot product. The other options are as in `classify`.
+        A cross-encoder scores pairs, with `use_activation` as in `AsyncLLM.classify`; an embedding model compares
+        vectors by their cosine similarity, or if that is False by their dot product. The other options are as in
+        `AsyncLLM.classify`.
         """
         return await pooling.score(
             await self.start(),

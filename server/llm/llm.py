@@ -45,10 +45,14 @@ T = TypeVar("T")
 
 
 class LLM(OwnLoop):
-    """A model for scripts: `LLM("model").generate(prompts, params)`. It runs until `shutdown` or the end of the script.
+    """A model for scripts: `LLM("model").generate(prompts, params)`. It runs until `shutdown`, the end of a `with`
+    block, or the end of the script.
 
-    `options` are the fields of `quire.engine.config.options.EngineOptions`. Raises `ConfigError` for options or models
-    that are not supported, and `EngineUnavailable` if loading fails.
+    `model` is a folder or a Hugging Face id; the default is the demo model. `options` are the engine flags of
+    `quire serve` with underscores (the fields of `quire.engine.config.options.EngineOptions`). `chat_template` is the
+    text or the file of a template that replaces the model's own; `log_level` is `debug`, `info`, `warning` or `error`.
+
+    Raises `ConfigError` for options or models that are not supported, and `EngineUnavailable` if loading fails.
     """
 
     def __init__(
@@ -68,10 +72,14 @@ class LLM(OwnLoop):
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate text for one or more prompts, with common params or one for each; the results are in the order of
-        the prompts.
+        """Generate text for one or more prompts; the results are in the order of the prompts.
 
-        Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are then aborted.
+        `sampling_params` are common to all prompts, or one for each; None: the model's own defaults. `priority` is one
+        number for each prompt; lower ones run first with `scheduling_policy="priority"`. `use_tqdm` shows a progress
+        bar on a terminal.
+
+        Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are then aborted. Raises
+        `ValueError` if there are not as many parameters or priorities as prompts.
         """
         many: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
         return self._wait(
@@ -91,10 +99,14 @@ class LLM(OwnLoop):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one or more conversations; otherwise like `generate`.
+        """Answer one or more conversations; otherwise like `LLM.generate`.
 
         The model may call `tools` (as in the OpenAI API), and must if `tool_choice` requires it. `tool_calls` of a
         result are its calls; its `text` is the complete output, including the text of calls.
+
+        `chat_template` is the text of a template for these conversations, and `chat_template_kwargs` are variables of
+        the template, such as `enable_thinking`. `add_generation_prompt` starts the assistant's turn;
+        `continue_final_message` continues the last message instead.
         """
         chat = chat_input(
             tools,
@@ -111,7 +123,7 @@ class LLM(OwnLoop):
     def beam_search(
         self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, use_tqdm: bool = True
     ) -> list[BeamSearchOutput]:
-        """Find the most likely outputs of one or more prompts; otherwise like `generate`."""
+        """Find the most likely outputs of one or more prompts; otherwise like `LLM.generate`."""
         many: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
         sampling = SamplingParams(
             n=params.beam_width,

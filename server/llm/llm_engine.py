@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(OwnLoop):
-    """vLLM's synchronous engine: add requests, then call `step` while there are unfinished ones. For one thread."""
+    """vLLM's synchronous engine: add requests, then call `LLMEngine.step` while there are unfinished ones.
+
+    Only one thread may use it. Raises `EngineUnavailable` if loading fails.
+    """
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -35,7 +38,9 @@ class LLMEngine(OwnLoop):
     def add_request(
         self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0
     ) -> None:
-        """Start a request. Raises `InvalidParameter`, also if `step` has more to return of one with this id, and
+        """Start a request; the arguments are the same as for `AsyncLLM.generate`.
+
+        Raises `InvalidParameter`, also if `LLMEngine.step` has more to return of one with this id, and
         `EngineUnavailable`.
         """
         if request_id in self._unfinished:
@@ -69,15 +74,15 @@ class LLMEngine(OwnLoop):
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether `step` has more to return."""
+        """Return whether `LLMEngine.step` has more to return."""
         return bool(self._unfinished)
 
     def get_num_unfinished_requests(self) -> int:
-        """Return of how many requests `step` has more to return."""
+        """Return the number of requests of which `LLMEngine.step` has more to return."""
         return len(self._unfinished)
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
-        """Abort requests, of which `step` returns nothing more; ignores unknown ids."""
+        """Abort requests, of which `LLMEngine.step` returns nothing more; ignores unknown ids."""
         self._wait(self._abort([request_ids] if isinstance(request_ids, str) else request_ids))
 
     async def _abort(self, request_ids: Sequence[str]) -> None:

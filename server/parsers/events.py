@@ -21,16 +21,16 @@ class Reasoning:
 
 @dataclass(slots=True)
 class ToolCall:
-    """A piece of a tool call, as the API streams it: the first piece has `id` and `name`; all contain JSON text of the
-    arguments.
-
-    `index` counts the calls of a message from 0.
-    """
+    """A tool call, or a piece of one that is streamed, of which only the first has `id` and `name`."""
 
     index: int
+    """The number of the call in its message, from 0."""
     arguments: str = ""
+    """The arguments as JSON text, or the next piece of it."""
     id: str | None = None
+    """The id that the tool's answer refers to."""
     name: str | None = None
+    """The name of the function."""
 
 
 Event = Content | Reasoning | ToolCall

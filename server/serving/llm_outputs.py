@@ -14,13 +14,14 @@ from quire.server.text.tokenizer import Tokenizer
 
 
 class Logprob(NamedTuple):
-    """The log-probability of one token at one position. `rank` is 1 for the most likely token, and None for
-    `logprob_token_ids`.
-    """
+    """The log-probability of one token at one position."""
 
     logprob: float
+    """The natural logarithm of the probability."""
     rank: int | None
+    """1 for the most likely token, and so on; None for tokens of `logprob_token_ids`."""
     decoded_token: str
+    """The text of the token."""
 
 
 @dataclass
@@ -28,11 +29,15 @@ class CompletionOutput:
     """One of the `n` sequences generated for a prompt."""
 
     index: int
+    """The number of the sequence, from 0 to `n` - 1."""
     text: str = ""
+    """The whole output so far; without the stop string that ended it, unless `include_stop_str_in_output`."""
     token_ids: list[int] = field(default_factory=list)
+    """The tokens of the output so far."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each of `token_ids`: the sampled token and the most likely ones, by token id."""
+    """For each of `token_ids`: the sampled token and the most likely ones, by token id. None unless requested."""
     finish_reason: AnswerEnd | None = None
+    """Why the sequence ended; None while it is running."""
     stop_reason: int | str | None = None
     """The stop string or stop token that ended the sequence; None for the end-of-sequence token."""
     tool_calls: list[ToolCall] = field(default_factory=list)
@@ -41,13 +46,18 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its output. `prompt` is None if the request contained token ids or messages."""
+    """A prompt and its output."""
 
     request_id: str
+    """The id given to the request, or a random one."""
     prompt: str | None
+    """The prompt's text; None if the request contained token ids or messages."""
     prompt_token_ids: list[int]
+    """The tokens of the prompt, with special tokens and the chat template."""
     outputs: list[CompletionOutput]
+    """The `n` sequences."""
     finished: bool
+    """Whether all sequences have ended."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -59,10 +69,17 @@ class BeamSearchParams:
     """Parameters of `LLM.beam_search`."""
 
     beam_width: int
+    """Number of sequences that are kept after each token, and returned."""
     max_tokens: int
+    """Maximum output tokens."""
     ignore_eos: bool = False
+    """Continue after the model's end of sequence."""
     length_penalty: float = 1.0
+    """The score of a sequence is the sum of its tokens' log-probabilities over its length to this power, where the
+    length includes the prompt.
+    """
     include_stop_str_in_output: bool = False
+    """Include the end of sequence in the text."""
 
 
 @dataclass
@@ -74,16 +91,19 @@ class BeamSearchSequence:
     logprobs: list[dict[int, Logprob]]
     """For each token of the output: that token and the most likely ones, by token id."""
     cum_logprob: float
+    """The sum of the log-probabilities of the output's tokens."""
     text: str
     """The output."""
     finish_reason: AnswerEnd | None
+    """Why the sequence ended."""
 
 
 @dataclass
 class BeamSearchOutput:
-    """The sequences for a prompt, best first."""
+    """The result of a beam search for a prompt."""
 
     sequences: list[BeamSearchSequence]
+    """The `beam_width` best sequences, best first."""
 
 
 @dataclass
@@ -91,16 +111,19 @@ class EmbeddingOutput:
     """The embedding of a prompt."""
 
     embedding: list[float]
+    """`[dimensions]`: the vector."""
 
 
 @dataclass
 class ClassificationOutput:
-    """The probability of each label, or its logit."""
+    """The class of a prompt."""
 
     probs: list[float]
+    """`[classes]`: the probability of each label, or its logit."""
 
     @property
     def num_classes(self) -> int:
+        """The number of labels."""
         return len(self.probs)
 
 
@@ -109,13 +132,15 @@ class ScoringOutput:
     """The score of a pair of texts."""
 
     score: float
+    """The probability or logit of a cross-encoder, or the similarity of two vectors."""
 
 
 @dataclass
 class PoolingOutput:
-    """The pooled output of a prompt: a vector, or the probability of each label."""
+    """The pooled output of a prompt."""
 
     data: list[float]
+    """`[dimensions]`: a vector; or `[classes]`: the probability of each label."""
 
 
 T = TypeVar("T")
@@ -123,13 +148,18 @@ T = TypeVar("T")
 
 @dataclass
 class PoolingRequestOutput(Generic[T]):
-    """A prompt and its result. `prompt` is None if the request contained token ids or a pair of texts."""
+    """A prompt and its result, which is of the type `T`."""
 
     request_id: str
+    """The id given to the request, or a random one."""
     prompt: str | None
+    """The prompt's text; None if the request contained token ids or a pair of texts."""
     prompt_token_ids: list[int]
+    """The tokens of the prompt, with special tokens."""
     outputs: T
+    """The result."""
     finished: bool = True
+    """Always true: there are no partial results."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
 
@@ -139,7 +169,7 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """A prompt and the probabilities of its labels."""
+    """A prompt and the probability of each label."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):

@@ -13,6 +13,7 @@ from quire.server.parsers.reasoning import detect_reasoning
 from quire.server.text.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
+"""A message as in the OpenAI API: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
 
 _END_SIGN = "\ue000end of the final message\ue000 "
 """Occurs in no conversation. The space shows whether a template trims messages."""

@@ -14,7 +14,9 @@ from quire.server.parsers.output_parser import OutputFormat, OutputParser
 from quire.server.text.tokenizer import Tokenizer
 
 AnswerEnd = FinishReason | Literal["tool_calls"]
-"""The reason for an answer's end: the engine's finish reason, or `tool_calls` if it stopped and contains some."""
+"""Why an answer ended: `stop` (end of sequence, stop token or stop string), `length` (of the output or the model),
+`abort` or `error`; or `tool_calls`, if it stopped and contains some.
+"""
 
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING = 16
