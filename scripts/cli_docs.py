@@ -10,12 +10,15 @@ from itertools import takewhile
 from markdown_table import code, table
 
 from quire.server.cli.main import build_parser
+from quire.server.config.help import HelpAction
 from quire.server.config.lazy import LazyParser
 
 INTRODUCTION = """# Command line
 
 This page lists every subcommand of `quire` and every flag. `scripts/docs` generates it from the code, and a test fails
-if it is out of date. `quire COMMAND --help` prints the same for one command.
+if it is out of date. `quire COMMAND --help` prints the same for one command. With many flags it prints the common ones
+and the groups: `--help=GROUP` then prints a group, `--help=WORD` the flags with WORD in their names, and `--help=all`
+everything.
 
 `quire serve --config FILE.yaml` reads flags from a file. Keys are flag names without the leading dashes:
 `tensor-parallel-size: 2`. A flag on the command line takes precedence over the file.
@@ -24,8 +27,6 @@ if it is out of date. `quire COMMAND --help` prints the same for one command.
 
 An on/off flag such as `--enable-prefix-caching` has a form that turns it off: `--no-enable-prefix-caching`.
 """
-ENGINE = "engine"
-"""The group of `quire serve` that the other commands repeat."""
 
 
 def render() -> str:
@@ -33,7 +34,7 @@ def render() -> str:
     parser = build_parser()
     commands = list(_commands(parser, "quire"))
     serve = next(command for name, command in commands if name == "quire serve")
-    engine = next(set(_flags(group)) for group in serve._action_groups if group.title == ENGINE)
+    of_serve = {group.title: _flags(group) for group in serve._action_groups[2:]}
     rows = [
         (f"[{code(name)}](#{name.replace(' ', '-')})", _sentence(command.description or ""))
         for name, command in commands
@@ -41,7 +42,7 @@ def render() -> str:
     parts = [INTRODUCTION, "## Commands\n", table(("command", ""), rows)]
     parts.append("`quire --version` prints the version, and the commit if it is known.\n")
     for name, command in commands:
-        parts += _command(name, command, engine)
+        parts += _command(name, command, {} if command is serve else of_serve)
     return "\n".join(parts)
 
 
@@ -57,23 +58,27 @@ def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str,
     yield name, parser
 
 
-def _command(name: str, parser: argparse.ArgumentParser, engine: set[str]) -> Iterator[str]:
+def _command(name: str, parser: argparse.ArgumentParser, of_serve: dict[str | None, list[str]]) -> Iterator[str]:
+    """The section of a command. `of_serve` are the flags of `quire serve` by group, which are not listed again."""
     yield f"## {name}\n"
     yield f"{_sentence(parser.description or '')} Usage: {code(parser.usage or name)}\n"
-    for group in parser._action_groups:
-        actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
+    repeated = []
+    for number, group in enumerate(parser._action_groups):
+        actions = [action for action in group._group_actions if not isinstance(action, HelpAction)]
         if not actions:
             continue
-        if name != "quire serve" and set(_flags(group)) == engine:
-            yield f"The command also takes all [engine flags of quire serve](#{ENGINE}).\n"
+        if _flags(group) == of_serve.get(group.title):
+            repeated.append(f"[{group.title}](#{group.title})")
             continue
         if all(action.help == argparse.SUPPRESS for action in actions):
             yield f"{_sentence(group.description or '')}\n"
             continue
-        title = (group.title or "").capitalize()
-        if title and title not in ("Positional arguments", "Options"):
-            yield f"### {title}\n" if name == "quire serve" else f"{title}:\n"
+        if number > 1:  # before are positional arguments and options
+            title = (group.title or "").capitalize()
+            yield f"{title}:\n" if of_serve else f"### {title}\n\n{_sentence(group.description or '')}\n"
         yield table(("argument", "value", "default", ""), map(_row, actions))
+    if repeated:
+        yield f"The command also takes these groups of flags of quire serve: {', '.join(repeated)}.\n"
 
 
 def _flags(group: argparse._ArgumentGroup) -> list[str]:

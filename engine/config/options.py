@@ -1,7 +1,8 @@
 """The options of the user (`EngineOptions`), before they are resolved. No torch.
 
 `EngineOptions` is the single list of engine flags: the command line, `--config FILE.yaml` and `LLM(...)` are all
-built from its fields. `quire.engine.config.resolve.resolve` turns it into an `EngineConfig` (`engine_config`), once.
+built from its fields. Each of its base classes is a group of flags, and the class's docstring describes the group in
+`--help`. `quire.engine.config.resolve.resolve` turns the options into an `EngineConfig` (`engine_config`), once.
 """
 
 from __future__ import annotations
@@ -25,12 +26,22 @@ def flag(
     least: int | None = None,
     is_per_host: bool = False,
     is_secret: bool = False,
+    is_common: bool = False,
 ) -> Any:
     """Define a dataclass field that is also a command-line flag, with the type and choices of its annotation.
 
-    `least` is the smallest number allowed; a value `is_per_host` if it may differ between hosts.
+    `least` is the smallest number allowed; a value `is_per_host` if it may differ between hosts. `--help` shows the
+    flags that are common before the groups: the ones that nobody can choose for the user (which address, keys and
+    names), that split the model, or that decide whether it fits.
     """
-    metadata = {"help": help, "short": short, "metavar": metavar, "least": least, "is_per_host": is_per_host}
+    metadata = {
+        "help": help,
+        "short": short,
+        "metavar": metavar,
+        "least": least,
+        "is_per_host": is_per_host,
+        "is_common": is_common,
+    }
     return dataclasses.field(default=default, repr=not is_secret, metadata=metadata)
 
 
@@ -39,8 +50,8 @@ host_flag = partial(flag, is_per_host=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """All engine options, unresolved: `None` and "auto" mean that Quire decides. The model is a positional argument."""
+class ModelOptions:
+    """The model: where it comes from, its task, its precision and its lengths."""
 
     model: str = dataclasses.field(default=str(DEMO_MODEL), metadata={"is_per_host": True})
     runner: Literal["auto", "generate", "pooling"] = flag(
@@ -48,114 +59,11 @@ class EngineOptions:
         "task of the model: generate text, or compute embeddings, classes or scores (pooling). auto: pooling for "
         "encoders, classifiers and sentence-transformers folders, else generate",
     )
-
-    tensor_parallel_size: int = flag(
-        1, "number of ranks that each layer is sharded over", short="-tp", metavar="T", least=1
+    model_impl: Literal["auto", "quire", "transformers"] = flag(
+        "auto", "model implementation (auto: Quire's own, or transformers' if there is none)"
     )
-    pipeline_parallel_size: int = flag(
-        1, "number of pipeline stages that the layers are split into", short="-pp", metavar="P", least=1
-    )
-    pipeline_layer_partition: str | None = flag(
-        None, "number of layers in each stage, e.g. 3,2,1 (default: as even as possible)", metavar="N,N,…"
-    )
-    distributed_executor_backend: Literal["auto", "uni", "mp", "ray"] = flag(
-        "auto",
-        "how workers are started: uni (in the engine process), mp (processes on this host, or on --nnodes hosts), ray "
-        "(on the nodes of a Ray cluster). auto: ray if this host has too few GPUs or inside a placement group, else "
-        "uni or mp",
-    )
-    nnodes: int = flag(
-        1,
-        "number of hosts that the ranks of all replicas are distributed over evenly, in order (without Ray); a replica "
-        "has whole hosts, or a host whole replicas",
-        metavar="N",
-        least=1,
-    )
-    node_rank: int = host_flag(
-        0, "number of this host among --nnodes; host 0 has the API, the others run --headless", metavar="R"
-    )
-    master_addr: str = host_flag("127.0.0.1", "address of host 0 that the other hosts connect to", metavar="ADDR")
-    master_port: int = host_flag(29501, "port of host 0 that the other hosts connect to", metavar="PORT")
-    distributed_timeout_seconds: float = host_flag(
-        600.0, "timeout of communication between ranks, in seconds", metavar="S"
-    )
-    watchdog_seconds: float = host_flag(
-        10.0, "a process or rank that does not respond for this many seconds is killed and replaced", metavar="S"
-    )
-    cluster_token: str | None = host_flag(
-        None,
-        "secret of at least 16 characters that all hosts share: it authenticates and encrypts their connections. "
-        "Command lines are visible to all users of a host: QUIRE_CLUSTER_TOKEN and --cluster-token-file are not "
-        "(default: the variable; without any, the first host makes one and prints the others' command)",
-        metavar="TOKEN",
-        is_secret=True,
-    )
-    cluster_token_file: str | None = host_flag(None, "file with the --cluster-token", metavar="FILE")
-    cluster_timeout_seconds: float = flag(
-        15.0,
-        "seconds without a message after which another host is lost; shorter cuts of the network are survived",
-        metavar="S",
-    )
-    trust_weights: bool = flag(
-        False,
-        "compare only headers and samples of the weights between hosts, not all their bytes before the server is ready",
-    )
-    disable_custom_all_reduce: bool = flag(
-        False, "use only NCCL for all-reduce between the GPUs of a stage, never symmetric memory"
-    )
-
-    data_parallel_size: int = flag(
-        1, "number of replicas of the model, each with its own ranks", short="-dp", metavar="D", least=1
-    )
-    data_parallel_size_local: int | None = host_flag(
-        None,
-        "number of replicas on this host (default: all; with --data-parallel-start-rank 1)",
-        short="-dpl",
-        metavar="D",
-        least=0,
-    )
-    data_parallel_start_rank: int | None = host_flag(
-        None,
-        "number of this host's first replica; with --headless its API is at --data-parallel-address, otherwise this "
-        "host's API serves only its own replicas, behind an external load balancer",
-        short="-dpr",
-        metavar="R",
-    )
-    data_parallel_address: str | None = host_flag(
-        None,
-        "address of the host with the API, or with replica 0; if it is given to a host that has all replicas, others "
-        "can join it while it serves (default: 127.0.0.1)",
-        short="-dpa",
-        metavar="ADDR",
-    )
-    data_parallel_rpc_port: int = host_flag(
-        29550, "port of --data-parallel-address that replicas on other hosts connect to", short="-dpp", metavar="PORT"
-    )
-    enable_expert_parallel: bool = flag(
-        False,
-        "distribute whole experts over all ranks and replicas, instead of sharding each over the ranks of a stage",
-    )
-    expert_placement_strategy: Literal["linear", "round_robin"] = flag(
-        "linear", "which experts are on a rank: consecutive ones, or every n-th"
-    )
-    all2all_backend: Literal["allgather_reducescatter", "all_to_all"] = flag(
-        "allgather_reducescatter",
-        "how tokens are sent to experts: all tokens to all ranks, or each token only to the ranks of its experts",
-    )
-    enable_eplb: bool = flag(
-        False, "expert load balancing: measure the load of each expert, and move and replicate busy ones"
-    )
-    num_redundant_experts: int = flag(
-        0, "with --enable-eplb, copies of busy experts in each layer, over all ranks", least=0
-    )
-    eplb_step_interval: int = flag(3000, "with --enable-eplb, steps between two rearrangements", metavar="N", least=1)
-
-    device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto", "device that the model runs on (auto: CUDA if there is a GPU)"
-    )
-
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "precision of weights and activations (auto: the checkpoint's on CUDA, float32 on CPU)"
+        "auto", "precision of weights and activations (auto: the checkpoint's on CUDA, float32 on CPU)", is_common=True
     )
     quantization: (
         Literal[
@@ -181,16 +89,18 @@ class EngineOptions:
         "mxfp4 (experts only), unless the checkpoint is quantized. Others are methods of checkpoints, which are "
         "recognized without the flag",
         short="-q",
-    )
-    model_impl: Literal["auto", "quire", "transformers"] = flag(
-        "auto", "model implementation (auto: Quire's own, or transformers' if there is none)"
+        is_common=True,
     )
     max_model_len: int | Literal["auto"] | None = flag(
         None,
         "maximum length of prompt and output together, in tokens; auto: the model's, or as much of it as the KV cache "
         "holds (default: as auto, but at least 8192)",
         least=1,
+        is_common=True,
     )
+    max_logprobs: int = flag(20, "maximum value of logprobs and prompt_logprobs in requests (-1: no limit)", least=-1)
+    tokenizer: str | None = host_flag(None, "folder or repository of the tokenizer (default: the model's)")
+    revision: str | None = host_flag(None, "branch, tag or commit of a Hugging Face repository")
     hf_overrides: Mapping[str, Any] | None = flag(
         None, "values in place of those in the model's config.json; those in its parts, such as text_config, one by one"
     )
@@ -205,10 +115,21 @@ class EngineOptions:
         'default sampling parameters instead of the ones of --generation-config, e.g. {"temperature": 0.5}; '
         "max_new_tokens also limits the output of all requests",
     )
+    trust_remote_code: bool = flag(False, "allow Python code that comes with the model or its tokenizer to run")
+    seed: int = flag(0, "seed of dummy weights, and of requests without a seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How the weights are read, and where they are kept."""
+
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = flag(
         "auto",
         "format of the weights (auto: *.safetensors, or else pytorch_model*.bin); pt: pytorch_model*.bin, unpickling "
         "tensors only; dummy: random weights, reading only config.json and the tokenizer",
+    )
+    download_dir: str | None = host_flag(
+        None, "folder that Hugging Face repositories are downloaded to (default: Hugging Face's cache)", metavar="DIR"
     )
     packed_cache: float | Literal["auto", "off"] = host_flag(
         "auto",
@@ -217,16 +138,150 @@ class EngineOptions:
         metavar="GIB",
         least=0,
     )
-    download_dir: str | None = host_flag(
-        None, "folder that Hugging Face repositories are downloaded to (default: Hugging Face's cache)", metavar="DIR"
+    trust_weights: bool = flag(
+        False,
+        "compare only headers and samples of the weights between hosts, not all their bytes before the server is ready",
     )
-    revision: str | None = host_flag(None, "branch, tag or commit of a Hugging Face repository")
-    tokenizer: str | None = host_flag(None, "folder or repository of the tokenizer (default: the model's)")
-    max_logprobs: int = flag(20, "maximum value of logprobs and prompt_logprobs in requests (-1: no limit)", least=-1)
-    trust_remote_code: bool = flag(False, "allow Python code that comes with the model or its tokenizer to run")
-    seed: int = flag(0, "seed of dummy weights, and of requests without a seed")
 
-    max_num_seqs: int = flag(256, "maximum number of running requests", least=1)
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How the model is split over devices, in ranks, stages and replicas."""
+
+    tensor_parallel_size: int = flag(
+        1, "number of ranks that each layer is sharded over", short="-tp", metavar="T", least=1, is_common=True
+    )
+    pipeline_parallel_size: int = flag(
+        1, "number of pipeline stages that the layers are split into", short="-pp", metavar="P", least=1, is_common=True
+    )
+    pipeline_layer_partition: str | None = flag(
+        None, "number of layers in each stage, e.g. 3,2,1 (default: as even as possible)", metavar="N,N,…"
+    )
+    data_parallel_size: int = flag(
+        1, "number of replicas of the model, each with its own ranks", short="-dp", metavar="D", least=1, is_common=True
+    )
+    distributed_executor_backend: Literal["auto", "uni", "mp", "ray"] = flag(
+        "auto",
+        "how workers are started: uni (in the engine process), mp (processes on this host, or on --nnodes hosts), ray "
+        "(on the nodes of a Ray cluster). auto: ray if this host has too few GPUs or inside a placement group, else "
+        "uni or mp",
+    )
+    disable_custom_all_reduce: bool = flag(
+        False, "use only NCCL for all-reduce between the GPUs of a stage, never symmetric memory"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Where the experts of a mixture of experts are."""
+
+    enable_expert_parallel: bool = flag(
+        False,
+        "distribute whole experts over all ranks and replicas, instead of sharding each over the ranks of a stage",
+        is_common=True,
+    )
+    expert_placement_strategy: Literal["linear", "round_robin"] = flag(
+        "linear", "which experts are on a rank: consecutive ones, or every n-th"
+    )
+    all2all_backend: Literal["allgather_reducescatter", "all_to_all"] = flag(
+        "allgather_reducescatter",
+        "how tokens are sent to experts: all tokens to all ranks, or each token only to the ranks of its experts",
+    )
+    enable_eplb: bool = flag(
+        False, "expert load balancing: measure the load of each expert, and move and replicate busy ones"
+    )
+    num_redundant_experts: int = flag(
+        0, "with --enable-eplb, copies of busy experts in each layer, over all ranks", least=0
+    )
+    eplb_step_interval: int = flag(3000, "with --enable-eplb, steps between two rearrangements", metavar="N", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """Several hosts: their addresses, their token and their timeouts."""
+
+    nnodes: int = flag(
+        1,
+        "number of hosts that the ranks of all replicas are distributed over evenly, in order (without Ray); a replica "
+        "has whole hosts, or a host whole replicas",
+        metavar="N",
+        least=1,
+    )
+    node_rank: int = host_flag(
+        0, "number of this host among --nnodes; host 0 has the API, the others run --headless", metavar="R"
+    )
+    master_addr: str = host_flag("127.0.0.1", "address of host 0 that the other hosts connect to", metavar="ADDR")
+    master_port: int = host_flag(29501, "port of host 0 that the other hosts connect to", metavar="PORT")
+    data_parallel_size_local: int | None = host_flag(
+        None,
+        "number of replicas on this host (default: all; with --data-parallel-start-rank 1)",
+        short="-dpl",
+        metavar="D",
+        least=0,
+    )
+    data_parallel_start_rank: int | None = host_flag(
+        None,
+        "number of this host's first replica; with --headless its API is at --data-parallel-address, otherwise this "
+        "host's API serves only its own replicas, behind an external load balancer",
+        short="-dpr",
+        metavar="R",
+    )
+    data_parallel_address: str | None = host_flag(
+        None,
+        "address of the host with the API, or with replica 0; if it is given to a host that has all replicas, others "
+        "can join it while it serves (default: 127.0.0.1)",
+        short="-dpa",
+        metavar="ADDR",
+    )
+    data_parallel_rpc_port: int = host_flag(
+        29550, "port of --data-parallel-address that replicas on other hosts connect to", short="-dpp", metavar="PORT"
+    )
+    cluster_token: str | None = host_flag(
+        None,
+        "secret of at least 16 characters that all hosts share: it authenticates and encrypts their connections. "
+        "Command lines are visible to all users of a host: QUIRE_CLUSTER_TOKEN and --cluster-token-file are not "
+        "(default: the variable; without any, the first host makes one and prints the others' command)",
+        metavar="TOKEN",
+        is_secret=True,
+    )
+    cluster_token_file: str | None = host_flag(None, "file with the --cluster-token", metavar="FILE")
+    cluster_timeout_seconds: float = flag(
+        15.0,
+        "seconds without a message after which another host is lost; shorter cuts of the network are survived",
+        metavar="S",
+    )
+    distributed_timeout_seconds: float = host_flag(
+        600.0, "timeout of communication between ranks, in seconds", metavar="S"
+    )
+    watchdog_seconds: float = host_flag(
+        10.0, "a process or rank that does not respond for this many seconds is killed and replaced", metavar="S"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """The memory of a device, and the KV cache in it."""
+
+    gpu_memory_utilization: float = host_flag(
+        0.9, "fraction of the device's free memory for weights, activations and KV cache together", is_common=True
+    )
+    kv_cache_memory_bytes: int | None = host_flag(
+        None, "size of the KV cache per rank, in bytes (default: derived from --gpu-memory-utilization)", least=1
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"] = flag(
+        "auto",
+        "data type of the KV cache (auto: the model's, at most 16 bits with --quantization; int8, fp8: with a "
+        "scale per token and head; fp8_e4m3 is the same as fp8)",
+    )
+    block_size: int = flag(16, "tokens in a KV block", least=1)
+    enable_prefix_caching: bool = flag(True, "reuse the KV blocks of common prompt prefixes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """How many requests and tokens a step has, and in which order."""
+
+    max_num_seqs: int = flag(256, "maximum number of running requests", least=1, is_common=True)
     max_num_batched_tokens: int | Literal["auto"] = flag(
         "auto", "maximum tokens in a step (auto: what --itl-target-ms allows, learned from measured steps)", least=1
     )
@@ -248,6 +303,12 @@ class EngineOptions:
     scheduling_policy: Literal["fcfs", "priority"] = flag(
         "fcfs", "scheduling order: by arrival, or by the `priority` of requests (lower is earlier)"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeOptions:
+    """Speculative decoding."""
+
     spec_method: Literal["auto", "none", "ngram", "draft_model", "mtp", "eagle", "eagle3"] = flag(
         "auto",
         "speculative decoding, which changes no answer: ngram guesses that a text repeats itself, draft_model lets "
@@ -271,25 +332,19 @@ class EngineOptions:
         short="-sc",
     )
 
-    gpu_memory_utilization: float = host_flag(
-        0.9, "fraction of the device's free memory for weights, activations and KV cache together"
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionOptions:
+    """The device, and how a step runs on it."""
+
+    device: Literal["auto", "cpu", "cuda"] = flag(
+        "auto", "device that the model runs on (auto: CUDA if there is a GPU)"
     )
-    kv_cache_memory_bytes: int | None = host_flag(
-        None, "size of the KV cache per rank, in bytes (default: derived from --gpu-memory-utilization)", least=1
-    )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"] = flag(
-        "auto",
-        "data type of the KV cache (auto: the model's, at most 16 bits with --quantization; int8, fp8: with a "
-        "scale per token and head; fp8_e4m3 is the same as fp8)",
-    )
-    block_size: int = flag(16, "tokens in a KV block", least=1)
     attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = flag(
         "auto",
         "attention implementation on GPUs (auto: the fastest one installed whose results are correct, timed at "
         "start-up; decodes in CUDA graphs always use triton); reference: plain torch, slow, CPU too, for comparison",
     )
-    enable_prefix_caching: bool = flag(True, "reuse the KV blocks of common prompt prefixes")
-
     enforce_eager: bool = flag(
         False, "launch every operation of a step individually, without CUDA graphs or, on CPU, op replay"
     )
@@ -299,3 +354,18 @@ class EngineOptions:
         "next one (default: 1, 2, 4, 8, 16, 24, … up to --max-num-seqs)",
         metavar="N,N,…",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(  # in reverse, as the fields of a dataclass begin with those of its last base
+    ExecutionOptions,
+    SpeculativeOptions,
+    SchedulerOptions,
+    CacheOptions,
+    ClusterOptions,
+    ExpertOptions,
+    ParallelOptions,
+    LoadOptions,
+    ModelOptions,
+):
+    """All engine options, unresolved: `None` and "auto" mean that Quire decides. The model is a positional argument."""

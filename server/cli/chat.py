@@ -24,7 +24,7 @@ class ChatCommandOptions(RemoteOptions):
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand."""
-    flags.add_flags(parser.add_argument_group("server and answers"), ChatCommandOptions)
+    flags.add_flags(parser, ChatCommandOptions)
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -14,7 +14,7 @@ HELP = "type a line to complete it; Ctrl-C stops an answer, Ctrl-D quits"
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand."""
-    flags.add_flags(parser.add_argument_group("server and answers"), RemoteOptions)
+    flags.add_flags(parser, RemoteOptions)
     parser.set_defaults(run=run, parser=parser)
 
 

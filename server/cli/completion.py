@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quire.server.config import help
 from quire.server.config.lazy import LazyParser
 
 INSTALL = {
@@ -64,7 +65,9 @@ def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[_Command]:
         elif action.help != argparse.SUPPRESS:
             text = " ".join((action.help or "").replace("%%", "%").split())
             words |= dict.fromkeys(action.option_strings, text)
-            if action.nargs != 0:
+            if isinstance(action, help.HelpAction):
+                values |= dict.fromkeys(action.option_strings, (*help.find_groups(parser), "all"))
+            elif action.nargs != 0:
                 values |= dict.fromkeys(action.option_strings, tuple(map(str, action.choices or ())))
             if not action.option_strings:
                 words |= dict.fromkeys(map(str, action.choices or ()), "")

@@ -117,7 +117,7 @@ class Output:
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand."""
-    flags.add_flags(parser.add_argument_group("what to check"), DoctorOptions)
+    flags.add_flags(parser, DoctorOptions)
     parser.set_defaults(run=run_command, parser=parser)
 
 

@@ -65,16 +65,22 @@ class PlanOptions:
         "NVIDIA GPUs of each host: [COUNTx]NAME, as in 8xH100-80G, or [COUNTx]NAME:GB,GB/s,TFLOPS[,LINK GB/s] for one "
         "that is not known (default: this machine)",
         metavar="GPUS",
+        is_common=True,
     )
     network: float = flag(
-        NETWORK_GIGABYTES, "bandwidth between hosts for each device, in one direction, in GB/s", metavar="GB/S"
+        NETWORK_GIGABYTES,
+        "bandwidth between hosts for each device, in one direction, in GB/s",
+        metavar="GB/S",
+        is_common=True,
     )
     input_len: int | None = flag(
         None,
         "tokens of a prompt, for TTFT, and of context, for decodes (default: 1024, at most half of --max-model-len)",
     )
     optimize: Literal["throughput", "latency"] = flag(
-        "throughput", "order: by the tokens/s of a full batch (throughput), or of a request that is alone (latency)"
+        "throughput",
+        "order: by the tokens/s of a full batch (throughput), or of a request that is alone (latency)",
+        is_common=True,
     )
     json: bool = flag(False, "print JSON")
 
@@ -83,14 +89,13 @@ def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand: `quire serve`'s, and its own."""
     flags.add_model(parser)
     add_config(parser)
-    group = parser.add_argument_group("plan")
-    flags.add_flags(group, PlanOptions)
-    group.add_argument(
+    flags.add_flags(parser, PlanOptions)
+    parser.add_argument(
         "--nodes", dest="nnodes", type=int, metavar="N", default=argparse.SUPPRESS, help="number of hosts, as --nnodes"
     )
-    flags.add_flags(parser.add_argument_group("engine, as for quire serve"), EngineOptions)
+    flags.add_flags(parser, EngineOptions)
     server = parser.add_argument_group("server", "the server flags of quire serve are taken, and have no effect")
-    flags.add_flags(server, ServerOptions, is_hidden=True)
+    flags.add_hidden_flags(server, ServerOptions)
     parser.set_defaults(run=run, parser=parser)
 
 

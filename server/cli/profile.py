@@ -35,7 +35,7 @@ class ProfileCommandOptions:
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand."""
-    flags.add_flags(parser.add_argument_group("profile"), ProfileCommandOptions)
+    flags.add_flags(parser, ProfileCommandOptions)
     parser.set_defaults(run=run, parser=parser)
 
 

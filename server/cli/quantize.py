@@ -66,7 +66,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     source = "model folder or Hugging Face repository, with 16-bit weights"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=source)
     parser.add_argument("out", nargs="?", metavar="OUT", help="folder to write, which must be new or empty")
-    flags.add_flags(parser.add_argument_group("quantize"), QuantizeOptions)
+    flags.add_flags(parser, QuantizeOptions)
     parser.set_defaults(run=run, parser=parser)
 
 

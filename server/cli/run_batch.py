@@ -34,29 +34,36 @@ from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read
 from quire.server.cli.batch_output import BatchResults
 from quire.server.cli.serve import DEMO_NAME
 from quire.server.config import flags
-from quire.server.config.server_options import ModelOptions
+from quire.server.config.server_options import ChatOptions
 
 REMOTE_CONCURRENCY = 256
 """Requests in flight to a server over HTTP."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(ModelOptions):
+class BatchOptions(ChatOptions):
     """Options of `quire run-batch`, in addition to the engine's."""
 
-    input_file: str | None = flag(None, "input file, with one request per line", short="-i", metavar="FILE")
+    input_file: str | None = flag(
+        None, "input file, with one request per line", short="-i", metavar="FILE", is_common=True
+    )
     output_file: str | None = flag(
         None,
         "output file; responses are appended as they arrive, and requests that have one are skipped",
         short="-o",
         metavar="FILE",
+        is_common=True,
     )
-    url: str | None = flag(None, "URL of a running server to use instead of starting an engine", metavar="URL")
+    url: str | None = flag(
+        None, "URL of a running server to use instead of starting an engine", metavar="URL", is_common=True
+    )
     api_key: str | None = flag(
         None, "API key (default: the environment variable QUIRE_API_KEY or OPENAI_API_KEY)", metavar="KEY"
     )
     max_concurrency: int | None = flag(
-        None, f"maximum number of requests in flight (default: twice --max-num-seqs, {REMOTE_CONCURRENCY} with --url)"
+        None,
+        f"maximum number of requests in flight (default: twice --max-num-seqs, {REMOTE_CONCURRENCY} with --url)",
+        is_common=True,
     )
     log_level: Literal["debug", "info", "warning", "error"] = flag("warning", "lowest level of log messages to show")
     disable_tqdm: bool = flag(False, "do not show a progress bar")
@@ -88,8 +95,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand."""
     flags.add_model(parser)
     parser.add_argument("--model", dest="model", default=argparse.SUPPRESS, help="same as MODEL")
-    flags.add_flags(parser.add_argument_group("batch"), BatchOptions)
-    flags.add_flags(parser.add_argument_group("engine, as for quire serve"), EngineOptions)
+    flags.add_flags(parser, BatchOptions)
+    flags.add_flags(parser, EngineOptions)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -138,7 +145,7 @@ def _check(options: BatchOptions, parsed: argparse.Namespace) -> tuple[str, str]
         raise ConfigError(f"-i and -o name the same file: {source}")
     if options.max_concurrency is not None and options.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency {options.max_concurrency}: must be at least 1")
-    idle = [field.name for field in (*fields(EngineOptions), *fields(ModelOptions))]
+    idle = [field.name for field in (*fields(EngineOptions), *fields(ChatOptions))]
     if options.url is not None and (given := next((name for name in idle if hasattr(parsed, name)), None)):
         raise ConfigError(f"--{given.replace('_', '-')} has no effect on a running server (--url); omit it")
     return source, target

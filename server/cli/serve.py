@@ -33,8 +33,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     flags.add_model(parser)
     add_config(parser)
-    flags.add_flags(parser.add_argument_group("server"), ServerOptions)
-    flags.add_flags(parser.add_argument_group("engine"), EngineOptions)
+    flags.add_flags(parser, ServerOptions)
+    flags.add_flags(parser, EngineOptions)
     parser.set_defaults(run=run, parser=parser)
 
 

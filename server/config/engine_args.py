@@ -32,7 +32,7 @@ class EngineArgs:
     def __init__(self, model: str = EngineOptions.model, **options: Any) -> None:
         parser = _Parser(takes_vllm_flags=True, add_help=False, allow_abbrev=False)
         flags.add_model(parser)
-        flags.add_flags(parser.add_argument_group(), EngineOptions)
+        flags.add_flags(parser, EngineOptions)
         given = {name: value for name, value in options.items() if name not in _OF_THE_SERVER}
         parsed = parser.parse_args(flags.to_arguments({"model": model, **given}))
         device = getattr(parsed, "device", EngineOptions.device)
@@ -57,7 +57,7 @@ class EngineArgs:
     def add_cli_args(parser: T) -> T:
         """Add `--model` and Quire's engine flags to a program's own command line; returns `parser`."""
         parser.add_argument("--model", default=EngineOptions.model, help="model folder or Hugging Face repository")
-        flags.add_flags(parser.add_argument_group("engine"), EngineOptions)
+        flags.add_flags(parser, EngineOptions)
         parser.set_defaults(**{name: getattr(EngineOptions, name) for name in _FIELDS})
         return parser
 

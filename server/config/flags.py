@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -18,28 +20,45 @@ from quire.server.config.lazy import LazyParser
 T = TypeVar("T")
 
 
-def add_flags(group: argparse._ArgumentGroup, options: type, *, is_hidden: bool = False) -> None:
-    """Add a flag for every field made by `options.flag`. Flags that are not given are absent from the namespace.
+def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
+    """Add a flag for every field made by `options.flag`, in a group for each class that declares some. Flags that are
+    not given are absent from the namespace.
 
-    Hidden flags are not in the help, and flags that the parser already has are left as they are.
+    A group's title is the name of the class in lower case, without `Options`; its description is the docstring.
     """
     hints = typing.get_type_hints(options)
-    for field in dataclasses.fields(options):
-        if "help" not in field.metadata:
-            continue
-        names = [name for name in (field.metadata["short"], f"--{field.name.replace('_', '-')}") if name]
-        if is_hidden and names[-1] in group._option_string_actions:
-            continue
-        text: str = field.metadata["help"].replace("%", "%%")
-        if field.default is not None and "(default" not in text:
-            text += f" (default: {_show(field.default)})"
-        group.add_argument(
-            *names,
-            dest=field.name,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS if is_hidden else text,
-            **_kind(hints[field.name], field.metadata["metavar"]),
-        )
+    for declaring in reversed(options.__mro__):
+        own = inspect.get_annotations(declaring)
+        if fields := [field for field in _flags(options) if field.name in own]:
+            words = re.findall("[A-Z][a-z]+", re.sub(r"(Command)?Options$", "", declaring.__name__))
+            group = parser.add_argument_group("-".join(words).lower(), (declaring.__doc__ or "").partition("\n")[0])
+            for field in fields:
+                text: str = field.metadata["help"].replace("%", "%%")
+                if field.default is not None and "(default" not in text:
+                    text += f" (default: {_show(field.default)})"
+                _add_flag(group, field, hints[field.name], text)
+
+
+def add_hidden_flags(group: argparse._ArgumentGroup, options: type) -> None:
+    """Add flags that are not in the help. Flags that the parser already has are left as they are."""
+    hints = typing.get_type_hints(options)
+    for field in _flags(options):
+        if _names(field)[-1] not in group._option_string_actions:
+            _add_flag(group, field, hints[field.name], argparse.SUPPRESS)
+
+
+def _flags(options: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(options) if "help" in field.metadata]
+
+
+def _names(field: dataclasses.Field[Any]) -> list[str]:
+    return [name for name in (field.metadata["short"], f"--{field.name.replace('_', '-')}") if name]
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any, text: str) -> None:
+    kind = _kind(hint, field.metadata["metavar"])
+    action = group.add_argument(*_names(field), dest=field.name, default=argparse.SUPPRESS, help=text, **kind)
+    vars(action)["is_common"] = field.metadata["is_common"]
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.engine.protocol.errors import ConfigError
+from quire.server.config.help import HelpAction, HelpFormatter
 
 
 class LazyParser(argparse.ArgumentParser):
@@ -16,7 +17,9 @@ class LazyParser(argparse.ArgumentParser):
 
     def __init__(self, *, module: str | None = None, takes_vllm_flags: bool = False, **keywords: Any) -> None:
         """With `takes_vllm_flags`, vLLM's flags are converted; `notes` of the result names the flags without effect."""
-        super().__init__(**keywords)
+        super().__init__(**{"formatter_class": HelpFormatter} | keywords | {"add_help": False})
+        if keywords.get("add_help", True):
+            self.add_argument("-h", "--help", action=HelpAction)
         self._module = module
         self._takes_vllm_flags = takes_vllm_flags
 

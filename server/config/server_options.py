@@ -40,11 +40,11 @@ _TOKENIZERS = frozenset(f"{name}_token" for name in ("bos", "eos", "unk", "sep",
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ChatOptions:
     """The names of the served model, and its chat format."""
 
     served_model_name: tuple[str, ...] | None = flag(
-        None, "names by which requests may refer to the model (default: MODEL as given)", metavar="NAME"
+        None, "names by which requests may refer to the model (default: MODEL as given)", metavar="NAME", is_common=True
     )
     chat_template: str | None = flag(
         None, "Jinja chat template, as a file or as text (default: the model's)", metavar="FILE"
@@ -134,12 +134,26 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(ModelOptions):
-    """All server options, for the command line and `--config FILE.yaml`."""
+class HttpOptions:
+    """The address, the processes and the life of the server."""
 
-    host: str = flag("127.0.0.1", "address to listen on (0.0.0.0: all)")
-    port: int = flag(8000, "port to listen on (0: any free port; the log shows it)")
+    host: str = flag("127.0.0.1", "address to listen on (0.0.0.0: all)", is_common=True)
+    port: int = flag(8000, "port to listen on (0: any free port; the log shows it)", is_common=True)
     uds: str | None = flag(None, "Unix domain socket to listen on, instead of host and port", metavar="PATH")
+    root_path: str = flag("", "path prefix that a reverse proxy adds to every route, such as /llm", metavar="PATH")
+    api_server_count: int = flag(1, "API processes, which share the port and the engine", short="-asc")
+    headless: bool = flag(
+        False,
+        "run this host's ranks without an API (see --node-rank, --data-parallel-start-rank)",
+    )
+    auto: bool = flag(
+        False,
+        "choose any of -tp, -pp, -dp and --enable-expert-parallel that are not given, as quire plan does for this host",
+    )
+    optimize: Literal["throughput", "latency"] = flag(
+        "throughput",
+        "with --auto, prefer the most tokens/s of a full batch (throughput) or of a request that is alone (latency)",
+    )
     shutdown_timeout: float | None = flag(
         None,
         "time for running requests to finish after SIGTERM or SIGINT, which then fail "
@@ -150,18 +164,19 @@ class ServerOptions(ModelOptions):
     max_restarts: int = flag(
         5, "how often the last replica that is up may die within 10 minutes before the server exits"
     )
-    api_server_count: int = flag(1, "API processes, which share the port and the engine", short="-asc")
-    headless: bool = flag(
-        False,
-        "run this host's ranks without an API (see --node-rank, --data-parallel-start-rank)",
-    )
     ui: bool = flag(True, "a page at / that shows the engine at work")
-    root_path: str = flag("", "path prefix that a reverse proxy adds to every route, such as /llm", metavar="PATH")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessOptions:
+    """Who may send requests: API keys, roles, and fair shares."""
+
     api_key: tuple[str, ...] | None = flag(
         None,
         "API keys; clients must send one of them as a bearer token, except for /health "
         "(default: the keys in the environment variable QUIRE_API_KEY)",
         metavar="KEY",
+        is_common=True,
     )
     admin_key: tuple[str, ...] | None = flag(
         None,
@@ -193,14 +208,39 @@ class ServerOptions(ModelOptions):
         "with --fair-share user or address, weights other than 1; weights of API keys are in --api-key-file",
         metavar="NAME=WEIGHT",
     )
-    auto: bool = flag(
-        False,
-        "choose any of -tp, -pp, -dp and --enable-expert-parallel that are not given, as quire plan does for this host",
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """Limits of requests and connections."""
+
+    max_queue: int | Literal["unlimited"] = flag(
+        8192, "maximum number of waiting requests; further requests get status 429 (see docs/guides/deployment.md)"
     )
-    optimize: Literal["throughput", "latency"] = flag(
-        "throughput",
-        "with --auto, prefer the most tokens/s of a full batch (throughput) or of a request that is alone (latency)",
+    request_timeout: float | None = flag(
+        None, "maximum duration of a request, from its first byte to the end of the response", metavar="SECONDS"
     )
+    max_body_mib: float = flag(
+        64.0, "maximum size of a request body, in MiB; larger ones get status 413", metavar="MIB"
+    )
+    client_header_timeout: float = flag(
+        20.0, "time limit for the headers of a request, and for the first request of a connection", metavar="SECONDS"
+    )
+    client_body_timeout: float = flag(
+        60.0, "time in which a request body must end or progress by 1 KiB per second", metavar="SECONDS"
+    )
+    timeout_keep_alive: int = flag(
+        75, "time after which an idle connection is closed; should exceed the load balancer's", metavar="SECONDS"
+    )
+    max_connections_per_client: int | None = flag(
+        None, "maximum number of connections from one address, per API process; further ones get status 429"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitoringOptions:
+    """Logs, metrics, traces and profiles."""
+
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "info", "lowest level of log messages to show; a running server can change it (see docs/guides/monitoring.md)"
     )
@@ -220,42 +260,24 @@ class ServerOptions(ModelOptions):
     )
     log_prompts: bool = flag(False, "show prompts in the access log")
     max_log_len: int | None = flag(None, "maximum number of characters of a prompt in the access log (default: all)")
-    torch_profiler_dir: str | None = flag(
-        None, "folder where POST /stop_profile leaves traces, instead of sending them", metavar="DIR"
-    )
     vllm_metrics: bool = flag(True, "also export metrics under vLLM's names (vllm:…)")
+    enable_per_request_metrics: bool = flag(
+        False, "add `metrics`, the times of the request, to chat completions and completions of one choice"
+    )
     otlp_traces_endpoint: str | None = flag(
         None,
         "OpenTelemetry collector that gets traces of requests, such as http://localhost:4317; "
         "requires the extra quire-llm[otlp] (see docs/guides/monitoring.md)",
         metavar="URL",
     )
-    enable_per_request_metrics: bool = flag(
-        False, "add `metrics`, the times of the request, to chat completions and completions of one choice"
+    torch_profiler_dir: str | None = flag(
+        None, "folder where POST /stop_profile leaves traces, instead of sending them", metavar="DIR"
     )
 
-    max_queue: int | Literal["unlimited"] = flag(
-        8192, "maximum number of waiting requests; further requests get status 429 (see docs/guides/deployment.md)"
-    )
-    request_timeout: float | None = flag(
-        None, "maximum duration of a request, from its first byte to the end of the response", metavar="SECONDS"
-    )
-    max_body_mib: float = flag(
-        64.0, "maximum size of a request body, in MiB; larger ones get status 413", metavar="MIB"
-    )
 
-    client_header_timeout: float = flag(
-        20.0, "time limit for the headers of a request, and for the first request of a connection", metavar="SECONDS"
-    )
-    client_body_timeout: float = flag(
-        60.0, "time in which a request body must end or progress by 1 KiB per second", metavar="SECONDS"
-    )
-    timeout_keep_alive: int = flag(
-        75, "time after which an idle connection is closed; should exceed the load balancer's", metavar="SECONDS"
-    )
-    max_connections_per_client: int | None = flag(
-        None, "maximum number of connections from one address, per API process; further ones get status 429"
-    )
+@dataclass(frozen=True, kw_only=True)
+class BrowserOptions:
+    """Web pages of other origins that may send requests (CORS)."""
 
     allowed_origins: tuple[str, ...] | None = flag(
         None,
@@ -266,12 +288,24 @@ class ServerOptions(ModelOptions):
     allowed_headers: tuple[str, ...] | None = flag(None, "CORS: headers that these origins may send (default: all)")
     allow_credentials: bool = flag(False, "CORS: accept cookies and client certificates")
 
+
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions:
+    """Certificates of the server and of its clients."""
+
     ssl_keyfile: str | None = flag(None, "private key for TLS, in PEM format; requires --ssl-certfile", metavar="FILE")
     ssl_certfile: str | None = flag(None, "certificate chain for TLS, in PEM format", metavar="FILE")
     ssl_ca_certs: str | None = flag(
         None, "CA certificates for checking client certificates, in PEM format", metavar="FILE"
     )
     ssl_cert_reqs: int = flag(0, "client certificates: 0: ignored, 1: optional, 2: required")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(  # in reverse, as for `EngineOptions`
+    TlsOptions, BrowserOptions, MonitoringOptions, LimitOptions, AccessOptions, HttpOptions, ChatOptions
+):
+    """All server options, for the command line and `--config FILE.yaml`."""
 
     @property
     def is_tls(self) -> bool:

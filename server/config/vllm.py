@@ -153,8 +153,7 @@ def _is_value(text: str) -> bool:
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:
-    """Resolve the forms that vLLM allows: underscores in names, `-O3`, `-qfp8`, `--help=page`, and JSON by keys
-    (`--flag.key`).
+    """Resolve the forms that vLLM allows: underscores in names, `-O3`, `-qfp8`, and JSON by keys (`--flag.key`).
 
     The JSON stands at the end, as a flag with one value.
     """
@@ -175,7 +174,7 @@ def _plain(arguments: Sequence[str]) -> list[str]:
                 except (TypeError, AttributeError):
                     raise ConfigError(f"argument {argument}: {name} has another kind of value there") from None
             else:
-                result.append("--help" if name == "--help" else f"{name}{equals}{text}")
+                result.append(f"{name}{equals}{text}")
         elif match := re.fullmatch(r"-O(\.\w+)?=?(.*)", argument):
             if (match[1] or not match[2]) and "=" not in argument and left and _is_value(left[0]):
                 left.pop(0)

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 from quire.engine.architecture.quantization import METHODS
 from quire.engine.protocol.errors import ConfigError
-from quire.server.config.server_options import ModelOptions
+from quire.server.config.server_options import ChatOptions
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -84,7 +84,7 @@ def _attention(text: str) -> str:
 
 
 def _parser(option: str, of_what: str) -> Callable[[str], str]:
-    supported = get_args(get_type_hints(ModelOptions)[option])
+    supported = get_args(get_type_hints(ChatOptions)[option])
 
     def convert(text: str) -> str:
         if text not in supported:

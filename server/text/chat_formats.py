@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.server.config.server_options import ModelOptions
+from quire.server.config.server_options import ChatOptions
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
 from quire.server.parsers.tool_formats import TOOL_FORMATS, ToolFormat, detect_tools
 
@@ -26,7 +26,7 @@ class ChatFormats:
     """Whether to reject request fields that would be ignored."""
 
     @staticmethod
-    def of(options: ModelOptions) -> ChatFormats:
+    def of(options: ChatOptions) -> ChatFormats:
         """The formats set on the command line."""
         return ChatFormats(**{field.name: getattr(options, field.name) for field in fields(ChatFormats)})
 

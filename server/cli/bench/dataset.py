@@ -34,9 +34,9 @@ reason research girl guy moment air teacher force education
 class DatasetOptions:
     """The requests of a benchmark, with the names of `vllm bench`."""
 
-    num_prompts: int = flag(1000, "number of requests")
-    random_input_len: int = flag(1024, "tokens of each prompt, without the common prefix")
-    random_output_len: int = flag(128, "tokens of each output")
+    num_prompts: int = flag(1000, "number of requests", is_common=True)
+    random_input_len: int = flag(1024, "tokens of each prompt, without the common prefix", is_common=True)
+    random_output_len: int = flag(128, "tokens of each output", is_common=True)
     random_range_ratio: float = flag(
         0.0, "draw lengths uniformly from length × (1 - X) to length × (1 + X)", metavar="X"
     )

@@ -25,18 +25,18 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 class LatencyOptions:
     """The options of a run, with the names of `vllm bench latency`."""
 
-    input_len: int = flag(32, "tokens of each prompt")
-    output_len: int = flag(128, "tokens of each output")
-    batch_size: int = flag(8, "requests in the batch")
+    input_len: int = flag(32, "tokens of each prompt", is_common=True)
+    output_len: int = flag(128, "tokens of each output", is_common=True)
+    batch_size: int = flag(8, "requests in the batch", is_common=True)
     num_iters_warmup: int = flag(10, "number of warm-up batches")
-    num_iters: int = flag(30, "number of measured batches")
+    num_iters: int = flag(30, "number of measured batches", is_common=True)
     output_json: str | None = flag(None, "write the results to a JSON file", metavar="FILE")
     disable_tqdm: bool = flag(False, "do not show a progress bar")
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand. The prefix cache is off by default, as the same batch is repeated."""
-    flags.add_flags(parser.add_argument_group("benchmark"), LatencyOptions)
+    flags.add_flags(parser, LatencyOptions)
     offline.add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser, enable_prefix_caching=False)
 

@@ -20,7 +20,7 @@ from quire.server.llm import LLM
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and the engine flags of `quire serve`."""
     flags.add_model(parser)
-    flags.add_flags(parser.add_argument_group("engine, as for quire serve"), EngineOptions)
+    flags.add_flags(parser, EngineOptions)
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from quire.server.config import flags
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand."""
-    flags.add_flags(parser.add_argument_group("server and load"), ServeOptions)
-    flags.add_flags(parser.add_argument_group("requests"), DatasetOptions)
+    flags.add_flags(parser, ServeOptions)
+    flags.add_flags(parser, DatasetOptions)
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -45,7 +45,7 @@ class StartupOptions:
     """The number of starts, and the output."""
 
     num_iters_warmup: int = flag(1, "number of warm-up starts")
-    num_iters: int = flag(5, "number of measured starts")
+    num_iters: int = flag(5, "number of measured starts", is_common=True)
     output_json: str | None = flag(None, "write the results to a JSON file", metavar="FILE")
     disable_tqdm: bool = flag(False, "do not show a progress bar")
 
@@ -61,8 +61,8 @@ class StartupRun:
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand."""
     flags.add_model(parser)
-    flags.add_flags(parser.add_argument_group("benchmark"), StartupOptions)
-    flags.add_flags(parser.add_argument_group("engine, as for quire serve"), EngineOptions)
+    flags.add_flags(parser, StartupOptions)
+    flags.add_flags(parser, EngineOptions)
     parser.set_defaults(run=run, parser=parser)
 
 

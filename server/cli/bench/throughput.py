@@ -26,8 +26,8 @@ class ThroughputOptions:
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand."""
-    flags.add_flags(parser.add_argument_group("benchmark"), ThroughputOptions)
-    flags.add_flags(parser.add_argument_group("requests"), DatasetOptions)
+    flags.add_flags(parser, ThroughputOptions)
+    flags.add_flags(parser, DatasetOptions)
     offline.add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser)
 

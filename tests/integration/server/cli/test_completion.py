@@ -21,6 +21,7 @@ LINES = {
     "quire bench serve --base-ur": {"--base-url"},
     "quire completion f": {"fish"},
     "quire serve --config ": set(),
+    "quire serve --help=sch": {"--help=scheduler"},
     # As bash breaks words at =, and as it does without = in COMP_WORDBREAKS.
     "quire serve a --distributed-executor-backend = r": {"ray"},
     "quire serve a --distributed-executor-backend =": {"auto", "uni", "mp", "ray"},
