@@ -12,6 +12,7 @@ The cluster token authenticates and encrypts the connections (`quire.engine.clus
     BODY, HEARTBEAT ◀────────▶  BODY, HEARTBEAT; a follower's has its time, and the leader adds its own
     FILES (WeightDigests) ──▶   compares all bytes of the weights, before the first answer
              ◀────────── FILES  they are the same; REJECT if not
+             ◀──────── LOG_LEVEL  the lowest level to show, when it changes, and to followers that join later
     STORE (call) ───────────▶   `KeyValueStore`, torch.distributed's rendezvous: of ranks, which need not join
              ◀───────── STORE   (result)
     END (reason) ◀───────────▶  END (reason; empty after a normal shutdown)
@@ -75,7 +76,7 @@ _HEARTBEAT_SECONDS = 1.0
 _LINGER_MS = 1000
 """Time for the last messages to be sent when a socket closes."""
 HELLO, WELCOME, HEARTBEAT, BODY, END, REJECT = b"quire hello", b"W", b"A", b"B", b"E", b"X"
-FILES, PROBE, REDIRECT = b"F", b"P", b"R"
+FILES, PROBE, REDIRECT, LOG_LEVEL = b"F", b"P", b"R", b"L"
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -19,6 +19,7 @@ from quire.engine.cluster.control_plane import (
     FILES,
     HEARTBEAT,
     HELLO,
+    LOG_LEVEL,
     LOST_SECONDS,
     PROBE,
     REDIRECT,
@@ -37,6 +38,7 @@ from quire.engine.cluster.security import join, split
 from quire.engine.process.log import printable
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import Clock
+from quire.engine.protocol.supervision import LogLevel
 
 _MAX_FAILED_HANDSHAKES = 10
 """Failed handshakes after which a follower that has not joined gives up: the leader has another token."""
@@ -59,6 +61,7 @@ class Follower(ControlLink):
         seconds: float,
         on_end: Callable[[LinkEnded], None] | None = None,
         on_compared: Callable[[], None] = lambda: None,
+        on_log_level: Callable[[LogLevel], None] = lambda level: None,
         leader: str | None = None,
         flags: tuple[str, str] = ("--master-addr", "--master-port"),
         token: str = "",
@@ -66,15 +69,15 @@ class Follower(ControlLink):
     ) -> None:
         """Join the leader, retrying for up to `seconds`. `token` and `lost_seconds` are as in `Leader`.
 
-        `on_end` is called, from its thread, when the leader ends or is lost, and `on_compared` when it has the same
-        weights; they must not block. `leader` is its name in
-        errors, `flags` are the flags for its address and port. Raises `ConfigError` if it does not answer in time,
-        `LinkEnded` if it rejects this follower or has another token, and `Redirected` if another leader is to be
+        `on_end` is called, from its thread, when the leader ends or is lost, `on_compared` when it has the same
+        weights, and `on_log_level` when the level of log messages is to change; they must not block. `leader` is its
+        name in errors, `flags` are the flags for its address and port. Raises `ConfigError` if it does not answer in
+        time, `LinkEnded` if it rejects this follower or has another token, and `Redirected` if another leader is to be
         joined.
         """
         super().__init__(zmq.DEALER, "cluster-follower", token, lost_seconds)
         self._leader, self._on_end = leader or f"the host at {address}:{port}", on_end
-        self._on_compared = on_compared
+        self._on_compared, self._on_log_level = on_compared, on_log_level
         self._hello = msgspec.msgpack.encode(hello)
         self._prober = Prober(hello.address or LOOPBACK)
         self.has_same_weights = False
@@ -175,6 +178,8 @@ class Follower(ControlLink):
         elif kind == FILES:
             self.has_same_weights = True
             self._on_compared()
+        elif kind == LOG_LEVEL:
+            self._on_log_level(msgspec.msgpack.decode(body, type=LogLevel))
         elif kind == PROBE:
             request = msgspec.msgpack.decode(body, type=Request)
             threading.Thread(target=self._probe, args=(request,), daemon=True, name="cluster-probe").start()

@@ -20,6 +20,7 @@ from quire.engine.cluster.control_plane import (
     FILES,
     HEARTBEAT,
     HELLO,
+    LOG_LEVEL,
     LOST_SECONDS,
     PROBE,
     REDIRECT,
@@ -37,6 +38,7 @@ from quire.engine.cluster.reachability import Answer, Blocked, Number, Prober, R
 from quire.engine.cluster.security import join, split
 from quire.engine.process.log import printable
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.supervision import LogLevel
 
 _START, _STOP, _FAIL, _DISMISS, _REFUSE = b"start", b"stop", b"fail", b"dismiss", b"refuse"
 """Commands to the leader's thread, which also takes messages to send."""
@@ -126,6 +128,8 @@ class Leader(ControlLink):
         self._lost: dict[int, LinkEnded] = {}
         """Why a follower was lost or did not join; removed when it joins again."""
         self._start_message: bytes | None = None
+        self._log_level: bytes | None = None
+        """The encoded level of log messages, if it has been changed."""
         self._own = own
         self._weights: WeightDigests | None = None
         """Hashes of this host's weights, once they are known."""
@@ -233,6 +237,10 @@ class Leader(ControlLink):
         """Send a message to a follower (None: to all); dropped if it is lost."""
         self._commands.put((number, BODY, body))
 
+    def set_log_level(self, level: LogLevel) -> None:
+        """Tell every follower, and each that joins later, the lowest level of log messages to show."""
+        self._commands.put((None, LOG_LEVEL, msgspec.msgpack.encode(level)))
+
     def fail(self, number: int, reason: str) -> None:
         """Report that a follower's process has ended, as its launcher knows: it counts as lost."""
         self._commands.put((number, _FAIL, reason))
@@ -287,6 +295,8 @@ class Leader(ControlLink):
             self._start_message, self._store, kind = body, KeyValueStore(), BODY
         if kind == _STOP:
             self._start_message, kind = None, BODY
+        if kind == LOG_LEVEL:
+            self._log_level = body
         for each in list(self._peers) if number is None else [number]:
             if (peer := self._peers.get(each)) is not None:
                 self._send(peer.identity, kind, body)
@@ -352,6 +362,8 @@ class Leader(ControlLink):
             self._references.append(hello)
         logger.info("%s has joined", hello.name)
         self._send(identity, WELCOME, b"")
+        if self._log_level is not None:
+            self._send(identity, LOG_LEVEL, self._log_level)
         if self._start_message is not None:
             self._send(identity, BODY, self._start_message)
         self._on_joined(hello)

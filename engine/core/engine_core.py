@@ -95,7 +95,7 @@ class GrammarCompiled:
     grammar: StartedGrammar | str
 
 
-Inbound = ToCore | GrammarCompiled | RankEnded | Shutdown | Exception
+Inbound = ToCore | GrammarCompiled | RankEnded | SetLogLevel | Shutdown | Exception
 
 
 class EngineCoreIO:
@@ -340,6 +340,8 @@ class EngineCore:
             case Shutdown(reason):
                 self.stopping, self.stop_reason = True, reason
                 self.stop_deadline = time.monotonic() + _STOP_TIMEOUT
+            case SetLogLevel(level):
+                self.executor.set_log_level(level)
             case RankEnded():
                 self.executor.check()
             case Exception():
@@ -519,8 +521,9 @@ def _listen(connection: SupervisorConnection, io: EngineCoreIO) -> None:
             match connection.receive():
                 case Shutdown() as message:
                     io.inbox.put(message)
-                case SetLogLevel(level):
+                case SetLogLevel(level) as message:
                     log.set_level(level)
+                    io.inbox.put(message)  # for the ranks
     io.inbox.put(WorkerError("the server process has ended"))
     time.sleep(_SHUTDOWN_GRACE)
     os._exit(1)

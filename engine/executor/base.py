@@ -10,6 +10,7 @@ from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
+from quire.engine.protocol.supervision import LogLevel
 
 STEP_TIMEOUT = 600.0
 """Maximum seconds of computation in a step; a single rank that takes longer counts as hung."""
@@ -74,6 +75,9 @@ class Executor(Protocol):
 
         Logs which of them are stragglers, so it must be called every few seconds while steps run.
         """
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Show log messages of at least this level in all processes of the ranks, on other hosts, too."""
 
     def close(self, reason: str = "") -> None:
         """Stop every rank; `reason` is the error after a failure."""

@@ -6,6 +6,7 @@ inherit nothing from the engine core, and no device is used before the fork.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import selectors
 import signal
@@ -29,6 +30,7 @@ from quire.engine.protocol.profile import RankTrace
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.stats import LogRecord, RankStats
+from quire.engine.protocol.supervision import LogLevel
 
 _KILLED_TIMEOUT = 1.0
 """Seconds to look for the rank that died first after the first error, because its neighbours fail too."""
@@ -124,6 +126,11 @@ class LocalRanks:
     def _watch(self, on_end: Callable[[], None]) -> None:
         wait([process.sentinel for process in self._processes.values()])
         on_end()
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Show log messages of at least this level in the ranks; they notice it within a second."""
+        for state in self._states:
+            state.log_level = logging.getLevelNamesMapping()[level.upper()]
 
     @property
     def is_ready(self) -> bool:

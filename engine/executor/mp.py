@@ -20,6 +20,7 @@ from quire.engine.protocol.profile import RankTrace, TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
+from quire.engine.protocol.supervision import LogLevel
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,10 @@ class ProcessExecutor:
     def rank_stats(self) -> list[RankStats]:
         """Return the stats of all ranks, in order. Logs which of them are stragglers."""
         return self._stragglers.update(self._stats())
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Show log messages of at least this level in all processes of the ranks."""
+        self._ranks.set_log_level(level)
 
     def close(self, reason: str = "") -> None:
         """Stop every rank, and kill those that do not exit; after a failure, kill all at once."""

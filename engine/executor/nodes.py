@@ -49,6 +49,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace, TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.stats import LogRecord, RankStats
+from quire.engine.protocol.supervision import LogLevel
 
 if TYPE_CHECKING:
     from quire.engine.cluster.ray_launcher import RayLauncher
@@ -190,6 +191,10 @@ class MultiNodeExecutor(ProcessExecutor):
             )
         return blocks[smallest]
 
+    def set_log_level(self, level: LogLevel) -> None:
+        super().set_log_level(level)
+        self._leader.set_log_level(level)
+
     def close(self, reason: str = "") -> None:
         """Stop every rank on every node."""
         self._leader.close(reason)
@@ -308,6 +313,7 @@ def serve_node(
         with contextlib.closing(node):
             end = node.run()
         has_run |= node.is_ready
+        log_level = node.log_level
         if not end.reason:
             logger.info("node %d has ended", config.parallel.first_node)
             return 0
@@ -326,7 +332,9 @@ class Node:
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
         """Join the first node; raises `ConfigError` if it does not answer, and `LinkEnded` if it rejects this one."""
-        self._config, self._log_level = config, log_level
+        self._config = config
+        self.log_level = log_level
+        """The lowest level of log messages that are shown here."""
         self._ranks: LocalRanks | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self.is_ready = False
@@ -335,7 +343,7 @@ class Node:
         self._progress_at = 0.0
         """When `_progress` was sent, on the monotonic clock."""
         self._close_reason = "it was stopped"
-        self._follower = _join(config.parallel, _describe_node(config))
+        self._follower = _join(config.parallel, _describe_node(config), self._set_log_level)
 
     def run(self) -> LinkEnded:
         """Run until the first node ends or the ranks fail; returns the reason, which is empty after a normal
@@ -345,8 +353,9 @@ class Node:
             compare_weights(self._config, [self._follower])
             config, parallel = self._config.with_blocks(start.num_blocks), self._config.parallel
             ranks = self._ranks = LocalRanks(
-                config, parallel.ranks_of(parallel.node), start.init_method, self._log_level, on_end=lambda: None
+                config, parallel.ranks_of(parallel.node), start.init_method, self.log_level, on_end=lambda: None
             )
+            ranks.set_log_level(self.log_level)  # it may have changed meanwhile
             ranks.on_trace = self._on_rank_trace
             ranks.listen(self._follower.inbox.fd, lambda: None)
             while True:
@@ -367,6 +376,12 @@ class Node:
         self._follower.send(self._encode(failure))
         self._close_reason = failure.reason
         return self._await_cause() or LinkEnded(failure.reason, is_final=failure.user_error)
+
+    def _set_log_level(self, level: LogLevel) -> None:
+        self.log_level = level
+        log.set_level(level)
+        if self._ranks is not None:
+            self._ranks.set_log_level(level)
 
     def _on_rank_trace(self, trace: RankTrace) -> None:
         send, encode = self._follower.send, self._encode
@@ -418,14 +433,23 @@ def _describe_node(config: EngineConfig) -> Hello:
     return hello
 
 
-def _join(parallel: ParallelConfig, hello: Hello) -> Follower:
+def _join(parallel: ParallelConfig, hello: Hello, on_log_level: Callable[[LogLevel], None]) -> Follower:
     """Join the first node of the replica. Node 0 gives its address, unless node 0 is the first node."""
     deadline = time.monotonic() + parallel.timeout
     token, lost_seconds = parallel.cluster_token, parallel.cluster_timeout
 
     def join(node: int, address: str, port: int, seconds: float) -> Follower:
         leader = f"node {node}" if address == hello.address else f"node {node} ({address})"
-        return Follower(address, port, hello, seconds=seconds, leader=leader, token=token, lost_seconds=lost_seconds)
+        return Follower(
+            address,
+            port,
+            hello,
+            seconds=seconds,
+            on_log_level=on_log_level,
+            leader=leader,
+            token=token,
+            lost_seconds=lost_seconds,
+        )
 
     while True:
         try:

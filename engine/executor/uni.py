@@ -22,6 +22,7 @@ from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
+from quire.engine.protocol.supervision import LogLevel
 
 if TYPE_CHECKING:
     from quire.engine.worker.async_copies import AsyncOutput
@@ -107,6 +108,9 @@ class UniExecutor:
     def rank_stats(self) -> list[RankStats]:
         """Return the stats of the rank."""
         return [self._state.stats(self._usage.usage[0])]
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Do nothing: the rank is in this process, which has the level already."""
 
     def close(self, reason: str = "") -> None:
         """Stop the threads. A thread that hangs ends with the process."""

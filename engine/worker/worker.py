@@ -313,13 +313,18 @@ def read_plans(
 
 def _end_with_parent(state: RankState, is_ahead: Callable[[], bool]) -> None:
     """Exit this process as soon as the engine core's process ends, for whatever reason, or the fork server, without
-    which the core cannot watch this one; write heartbeats until then."""
+    which the core cannot watch this one; until then, write heartbeats, and show log messages of the level asked for."""
     parent, fork_server = multiprocessing.parent_process(), os.getppid()
     assert parent is not None
 
     def watch() -> None:
+        log_level = 0
         while parent.is_alive() and os.getppid() == fork_server:
             state.heartbeat = time.monotonic()
+            if state.log_level != log_level:
+                log_level = state.log_level
+                log.set_level(logging.getLevelName(log_level))
+                logger.debug("debug messages are shown")
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             state.is_waiting = is_ahead() or is_in_collective(frame)
             parent.join(HEARTBEAT_SECONDS)

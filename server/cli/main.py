@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands. The parsed result has `run`, the subcommand's function."""
-    parser = argparse.ArgumentParser(prog="quire", description="Serve language models bigger than one device.")
+    parser = lazy.LazyParser(prog="quire", description="Serve language models bigger than one device.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, with the commit, and exit")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", parser_class=lazy.LazyParser

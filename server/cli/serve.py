@@ -12,7 +12,7 @@ from quire.engine.core.launch import exec_node, prepared_core
 from quire.engine.process import current_process, log
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.serve_options import add_config, read_options
-from quire.server.config import flags
+from quire.server.config import flags, lazy
 from quire.server.config.server_options import ServerOptions
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(parsed: argparse.Namespace) -> int:
     """Serve until a signal arrives (0) or the engine has failed (1)."""
     seconds = {"imports": current_process.age()}
-    log.configure(vars(parsed).get("log_format"), None)  # for errors in the options
+    lazy.configure_log(vars(parsed).get("log_format"), parsed.config)  # for errors in the options
     options, server = read_options(parsed)
     log.configure(server.log_format, server.log_config_file)
     log.setup(server.log_level, "serve")

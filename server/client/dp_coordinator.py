@@ -28,7 +28,7 @@ from quire.engine.cluster.network import address_towards, resolve_address, tcp_u
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.supervision import ReplicaUp
+from quire.engine.protocol.supervision import LogLevel, ReplicaUp
 
 
 class ReplicaListener(Protocol):
@@ -49,6 +49,8 @@ class ReplicaListener(Protocol):
     def replica_up(self, state: ReplicaUp) -> None: ...
 
     def weights_compared(self) -> None: ...
+
+    def log_level_changed(self, level: LogLevel) -> None: ...
 
     def fail(self, reason: str, *, user_error: bool = False) -> None: ...
 
@@ -196,6 +198,9 @@ class DPCoordinator:
         """Whether a replica is on another host that is connected, to the leader."""
         return False
 
+    def set_log_level(self, level: LogLevel) -> None:
+        """Show log messages of at least this level on hosts without an API, too; the leader only."""
+
     def may_answer(self, replica: int) -> bool:
         """Whether the hosts whose weights a replica uses have the same, byte for byte, as far as they compare them;
         `ReplicaListener.weights_compared` tells when this changes."""
@@ -292,6 +297,9 @@ class DPLeader(DPCoordinator):
 
     def stop_group(self) -> None:
         self._leader.stop(msgspec.msgpack.encode(StopGroup()))
+
+    def set_log_level(self, level: LogLevel) -> None:
+        self._leader.set_log_level(level)
 
     def is_joined(self, replica: int) -> bool:
         return self._leader.is_joined(replica)
@@ -421,6 +429,7 @@ class DPMember(DPCoordinator):
                     seconds=parallel.timeout,
                     on_end=self._on_end,
                     on_compared=lambda: self._notify(lambda listener: listener.weights_compared()),
+                    on_log_level=self._on_log_level,
                     leader=self.leader,
                     flags=self._flags,
                     token=parallel.cluster_token,
@@ -474,6 +483,10 @@ class DPMember(DPCoordinator):
         for follower in self._followers.values():
             follower.close(reason, is_final=user_error)
         super().close()
+
+    def _on_log_level(self, level: LogLevel) -> None:
+        if self._is_headless:  # or else this host's API decides
+            self._notify(lambda listener: listener.log_level_changed(level))
 
     def _on_end(self, ended: LinkEnded) -> None:
         """End this host's API with the leader, as their replicas are coupled; called once per replica."""

@@ -27,6 +27,7 @@ from quire.engine.core.launch import (
     request_address,
     start_core,
 )
+from quire.engine.process import log
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.supervisor import Process, SupervisedProcess, Supervisor
 from quire.engine.protocol.errors import ConfigError
@@ -102,6 +103,8 @@ class _Core(SupervisedProcess):
 
     def on_ready(self, ready: Ready) -> None:
         self.up_at = time.monotonic()
+        if (level := self._manager.changed_log_level) is not None:
+            self.send(SetLogLevel(level))  # its nodes may have been started with another one
         if self.is_stopping or not self._manager.group_runs:
             return  # it was asked to stop in the meantime
         self._manager.on_up(ReplicaUp(self.replica, self.incarnation, ready.stats, ready.seconds))
@@ -146,6 +149,8 @@ class EngineManager:
         self.on_change: Callable[[EngineState], None] = lambda state: None
         """Called with every new state."""
         self._config, self._log_level, self._hosts = config, log_level, hosts or DPCoordinator()
+        self.changed_log_level: LogLevel | None = None
+        """The level of log messages, if it is not the one of the start."""
         self._policy = policy or RestartPolicy()
         self._is_stopping = self._leave_together = False
         self._folder = RuntimeFolder()
@@ -194,10 +199,13 @@ class EngineManager:
         return start_core(CoreArgs(config, endpoints, self._log_level, core.incarnation), self._folder.path)
 
     def set_log_level(self, level: LogLevel) -> None:
-        """Show log messages of at least this level, in this host's engine cores."""
-        self._log_level = level
+        """Show log messages of at least this level, in the engine cores and ranks of all hosts that this one leads, and
+        in their successors.
+        """
+        self._log_level = self.changed_log_level = level
         for core in self._cores:
             core.send(SetLogLevel(level))
+        self._hosts.set_log_level(level)
 
     @property
     def is_settled(self) -> bool:
@@ -523,6 +531,15 @@ class EngineManager:
         def handle() -> None:
             for state in list(self._unverified.values()):
                 self.on_up(state)
+
+        self.supervisor.call(handle)
+
+    def log_level_changed(self, level: LogLevel) -> None:
+        """Report that the host with the API has another level of log messages, which this host takes over."""
+
+        def handle() -> None:
+            log.set_level(level)
+            self.set_log_level(level)
 
         self.supervisor.call(handle)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
+from quire.engine.process import log
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config.help import HelpAction, HelpFormatter
 
@@ -21,12 +24,14 @@ class LazyParser(argparse.ArgumentParser):
         if keywords.get("add_help", True):
             self.add_argument("-h", "--help", action=HelpAction)
         self._module = module
+        self._arguments: Sequence[str] | None = None
         self._takes_vllm_flags = takes_vllm_flags
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """See argparse."""
+        self._arguments = args
         self.fill()
         notes: list[str] | None = None
         if self._takes_vllm_flags and args is not None:
@@ -42,6 +47,19 @@ class LazyParser(argparse.ArgumentParser):
         if notes is not None:
             parsed.notes = notes
         return parsed, others
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error in the format of the log, as far as that is known already, and exit."""
+        with contextlib.suppress(ConfigError, argparse.ArgumentError):
+            early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+            early.add_argument("--log-format", "--log_format")
+            early.add_argument("--config")
+            given, _ = early.parse_known_args(self._arguments)
+            configure_log(given.log_format, given.config)
+        if not log.is_json():
+            super().error(message)
+        log.print_error(f"{self.prog}: {message}")
+        self.exit(2)
 
     def fill(self) -> None:
         """Add the flags of the subcommand's module, unless they have been added."""
@@ -64,6 +82,20 @@ class LazyParser(argparse.ArgumentParser):
 
             known += [name for name, of_vllm in vllm.flags().items() if of_vllm.verdict != "refused"]
         return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=0.8)), None)
+
+
+def configure_log(log_format: Any, config: str | None) -> None:
+    """Set the format of the log for errors in the options: the one given, or else the one in the file `config`, if it
+    can be read. Raises `ConfigError`.
+    """
+    if log_format is None and config is not None:
+        import yaml  # slow to import
+
+        with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+            content = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+            if isinstance(content, dict):
+                log_format = content.get("log-format", content.get("log_format"))
+    log.configure(log_format if log_format in ("text", "json") else None, None)
 
 
 def add_parser(

@@ -26,7 +26,8 @@ class LogLevelRequest(RequestBody):
 
 @router.post("/log_level", dependencies=[AdminOnly])
 async def set_log_level(body: LogLevelRequest, state: AppState, request: Request) -> Response:
-    """Set the lowest level of log messages to show, in all API processes, engine cores of this host, and their parent.
+    """Set the lowest level of log messages to show, in all processes of the server: API processes, engine cores, ranks
+    and their parents, on all hosts except those with an API of their own.
 
     It also applies to processes that are started later. Needs an admin key. On a server without keys, clients must be
     on its host, and no web pages.

@@ -218,6 +218,9 @@ def test_without_restarts_a_rank_that_dies_is_named_to_every_client() -> None:
 def test_a_death_while_idle_is_noticed(victim: str, named: str) -> None:
     with serve("-tp", "2", "--no-restart") as server:
         family = server.family()
+        assert httpx.post(f"{server.url}/log_level", json={"level": "debug"}).status_code == 200
+        for rank in range(2):
+            until(lambda text=f"DEBUG [rank {rank}] ": any(text in line for line in server.lines))  # type: ignore[misc]
         server.named(victim).kill()
         assert server.process.wait(30) == 1
         assert any(f"{named} was killed by SIGKILL" in line for line in server.lines)

@@ -207,11 +207,24 @@ def test_the_environment_may_name_the_port(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_errors_in_options_have_the_format_of_the_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(os, "environ", os.environ | {"AIP_HTTP_PORT": "many"})
-    assert main(["serve", "--log-format", "json"]) == 2
-    assert "AIP_HTTP_PORT=many" in json.loads(capsys.readouterr().err)["message"]
+    def message(*arguments: str, **environment: str) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", os.environ | environment)
+            with pytest.raises(SystemExit, match="^2$"):
+                sys.exit(main(arguments))
+            return str(json.loads(capsys.readouterr().err)["message"])
+
+    file = tmp_path / "quire.yaml"
+    file.write_text("log-format: json\nports: 1")
+    assert "AIP_HTTP_PORT=many" in message("serve", "--log-format", "json", AIP_HTTP_PORT="many")
+    assert "quire serve: argument --port: invalid int" in message("serve", "--port", "many", "--log_format=json")
+    assert "did you mean --port" in message("serve", "--portt", "1", QUIRE_LOG_FORMAT="json")
+    assert "unrecognized arguments: --tp;" in message("serve", "--config", str(file), "--tp", "many")
+    assert "unknown flag ports; did you mean port?" in message("serve", "--config", str(file))
+    assert "invalid choice: 'srve'" in message("srve", "--log-format", "json")
+    assert "quire chat: unrecognized arguments: --urll" in message("chat", "--urll", QUIRE_LOG_FORMAT="json")
 
 
 def test_the_environment_may_name_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import ExpertLoad, LogRecord, RankStats
-from quire.engine.protocol.supervision import Shutdown
+from quire.engine.protocol.supervision import LogLevel, SetLogLevel, Shutdown
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.step_time import StepTimeModel
 from tests.fakes.configs import engine_config
@@ -38,7 +38,7 @@ from tests.fakes.model import FakeModel
 from tests.fakes.outputs import each
 from tests.unit.engine.scheduler.test_scheduler import continuation
 
-Script = dict[int, list[ToCore | Shutdown]]
+Script = dict[int, list[Inbound]]
 """Messages to the core, by the number of the step that they arrive with."""
 
 
@@ -55,10 +55,9 @@ class Step:
 class FakeExecutor:
     """Feeds a script of messages to the core as the steps go by; ends it after the last."""
 
-    def __init__(
-        self, core_wire: FakeWire, model: FakeModel, script: dict[int, list[ToCore | Shutdown]], dies_at: int = -1
-    ):
+    def __init__(self, core_wire: FakeWire, model: FakeModel, script: dict[int, list[Inbound]], dies_at: int = -1):
         self.seconds: dict[str, float] = {}
+        self.levels: list[LogLevel] = []
         self.wire, self.model, self.script, self.dies_at = core_wire, model, script, dies_at
 
     def submit(self, plan: SchedulerOutput, limit: float) -> Step:
@@ -70,6 +69,9 @@ class FakeExecutor:
 
     def check(self) -> None:
         raise WorkerError("rank 1 was killed by SIGKILL")
+
+    def set_log_level(self, level: LogLevel) -> None:
+        self.levels.append(level)
 
     def rank_stats(self) -> list[RankStats]:
         return [RankStats(3, 0.5, 0.25), RankStats(3, 0.5, 0.0, is_straggler=True)]
@@ -93,7 +95,7 @@ class FakeWire:
 
 
 def core_with(
-    script: dict[int, list[ToCore | Shutdown]],
+    script: dict[int, list[Inbound]],
     first: list[ToCore],
     stages: int = 1,
     dies_at: int = -1,
@@ -167,6 +169,13 @@ def test_nothing_runs_on_for_the_predecessor_of_an_api_process_that_joins() -> N
     core.run()
     assert list(core.scheduler.requests) == ["a"]
     core.scheduler.check_integrity()
+
+
+def test_the_log_level_reaches_the_ranks() -> None:
+    core = core_with({0: [SetLogLevel("error"), Shutdown()]}, [Probe(0, 7)])
+    core.run()
+    assert isinstance(core.executor, FakeExecutor)
+    assert core.executor.levels == ["error"]
 
 
 def test_an_idle_engine_proves_that_it_lives_by_a_step() -> None:

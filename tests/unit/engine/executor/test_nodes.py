@@ -4,6 +4,7 @@ are real."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import socket
@@ -34,6 +35,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import LogRecord, RankStats
+from quire.engine.protocol.supervision import LogLevel
 
 encode = msgspec.msgpack.encode
 
@@ -53,6 +55,7 @@ class FakeRanks:
         self.waiting: list[int] = []
         self.stats = [RankStats(1, 0.5, 0.25) for _ in ranks]
         self.plans: SimpleQueue[bytes] = SimpleQueue()
+        self.levels: SimpleQueue[str] = SimpleQueue()
         self.problem: Exception | None = None
         self.was_killed: RankFailed | None = None
         self.selector = selectors.DefaultSelector()
@@ -85,6 +88,9 @@ class FakeRanks:
         if self.problem is not None:
             raise self.problem
         return bool(events)
+
+    def set_log_level(self, level: LogLevel) -> None:
+        self.levels.put(level)
 
     def killed(self, seconds: float) -> RankFailed | None:
         return self.was_killed
@@ -208,6 +214,8 @@ def test_plans_results_and_shutdown_reach_the_nodes(hosts: Hosts) -> None:
         assert hosts.ranks.plans.get(timeout=5) == follower.receive(5) == encode(SchedulerOutput(step, [], [], []))
         hosts.say(ModelRunnerOutput(step, [step + 7]))
     assert [each.result().token_ids for each in pending] == [[7], [8], [9]]
+    executor.set_log_level("error")
+    assert hosts.ranks.levels.get(timeout=5) == "error"
     executor.close()
     assert hosts.ranks.end.get(timeout=5) == "closed"
     hosts.executor = None
@@ -449,6 +457,17 @@ def test_a_node_sends_its_warnings(follows: Follows) -> None:
         assert isinstance(message, NodeProgress)
         progress.append(message)
     assert progress[-1].warnings == [record]
+
+
+def test_a_node_takes_over_the_log_level(follows: Follows) -> None:
+    assert follows.ranks.levels.get(timeout=5) == "info"  # the one that they have been started with
+    level = log._logger.level
+    try:
+        follows.leader.set_log_level("error")
+        assert follows.ranks.levels.get(timeout=5) == "error"
+        assert log._logger.level == logging.ERROR
+    finally:
+        log._logger.setLevel(level)
 
 
 def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:

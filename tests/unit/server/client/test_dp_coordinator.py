@@ -24,7 +24,7 @@ from quire.engine.config.resolve import shared_settings
 from quire.engine.core.launch import replica_config, reserve_ports
 from quire.engine.executor import nodes
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.supervision import ReplicaUp
+from quire.engine.protocol.supervision import LogLevel, ReplicaUp
 from quire.server.client.dp_coordinator import DPCoordinator, DPLeader, DPMember, ReplicaDied, connect_hosts, role
 from tests.fakes.configs import engine_config
 
@@ -139,6 +139,9 @@ class Listener:
 
     def weights_compared(self) -> None:
         self.num_compared += 1
+
+    def log_level_changed(self, level: LogLevel) -> None:
+        self.notices.put((None, level))
 
     def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False, user_error: bool = False) -> None:
         self.notices.put((replica, reason))
@@ -369,6 +372,18 @@ def test_an_api_of_its_own_behind_an_api_of_all_is_refused(site: Site) -> None:
     for future in (starting, peer):
         with pytest.raises(ConfigError, match=r"has an API of its own, and .* start it with --headless"):
             future.result(30)
+
+
+def test_the_log_level_reaches_hosts_without_an_api_also_later(listener: Listener, site: Site) -> None:
+    starting, member = site.api(site.config(2, None, 1)), site.headless(site.config(2, 1, 1)).result(30)
+    api = starting.result(30)
+    member.watch(listener)
+    api.set_log_level("debug")
+    assert listener.notices.get(timeout=10) == (None, "debug")
+    member.close()
+    again = site.headless(site.config(2, 1, 1)).result(30)
+    again.watch(listener)
+    assert listener.notices.get(timeout=10) == (None, "debug")
 
 
 def test_a_lost_replica_is_reported_and_may_come_back(listener: Listener, site: Site) -> None:

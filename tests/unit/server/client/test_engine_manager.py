@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from quire.engine.protocol.supervision import (
     ReplicaRemoved,
     ReplicaStarting,
     ReplicaUp,
+    SetLogLevel,
     Shutdown,
 )
 from quire.server.client import engine_manager as module
@@ -164,6 +166,28 @@ def test_a_replica_that_dies_comes_back_with_another_incarnation(engine: Make) -
     text = one.manager.metrics.exposition().decode()
     assert 'quire:engine_deaths_total{engine="0",model_name="m"} 1.0' in text
     assert 'quire:replicas{model_name="m",state="up"} 1.0' in text
+
+
+def test_the_log_level_reaches_cores_their_successors_and_other_hosts(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, levels = DPCoordinator(), list[str]()
+    monkeypatch.setattr(hosts, "set_log_level", levels.append)
+    one = engine(hosts=hosts)
+    one.up(0)
+    one.manager.log_level_changed("error")
+    level = logging.getLogger("quire").level
+    try:
+        one.run(lambda: bool(levels))
+        assert one.core(0).heard() == [SetLogLevel("error")]
+        one.die(0)
+        one.live_again(0)
+        assert logging.getLogger("quire").level == logging.ERROR
+    finally:
+        logging.getLogger("quire").setLevel(level)
+    assert levels == ["error"]
+    assert [args.log_level for args, _ in one.started] == ["info", "error"]
+    assert one.core(0).heard() == [SetLogLevel("error")]  # its nodes may have another one
 
 
 @pytest.mark.parametrize("user_error", [False, True])
