@@ -30,7 +30,6 @@ from quire.engine.protocol.profile import RankTrace
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.stats import LogRecord, RankStats
-from quire.engine.protocol.supervision import LogLevel
 
 _KILLED_TIMEOUT = 1.0
 """Seconds to look for the rank that died first after the first error, because its neighbours fail too."""
@@ -127,7 +126,7 @@ class LocalRanks:
         wait([process.sentinel for process in self._processes.values()])
         on_end()
 
-    def set_log_level(self, level: LogLevel) -> None:
+    def set_log_level(self, level: str) -> None:
         """Show log messages of at least this level in the ranks; they notice it within a second."""
         for state in self._states:
             state.log_level = logging.getLevelNamesMapping()[level.upper()]

@@ -43,7 +43,7 @@ from quire.engine.executor.base import POLL_SECONDS, WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_late_ranks, ranks_text, slowest
 from quire.engine.executor.mp import ProcessExecutor
 from quire.engine.executor.traces import send_trace
-from quire.engine.process import current_process, log
+from quire.engine.process import current_process, log, native_output
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace, TracePiece
@@ -433,7 +433,9 @@ def _describe_node(config: EngineConfig) -> Hello:
     return hello
 
 
-def _join(parallel: ParallelConfig, hello: Hello, on_log_level: Callable[[LogLevel], None]) -> Follower:
+def _join(
+    parallel: ParallelConfig, hello: Hello, on_log_level: Callable[[LogLevel], None] = lambda level: None
+) -> Follower:
     """Join the first node of the replica. Node 0 gives its address, unless node 0 is the first node."""
     deadline = time.monotonic() + parallel.timeout
     token, lost_seconds = parallel.cluster_token, parallel.cluster_timeout
@@ -483,6 +485,8 @@ def main() -> int:
     """
     current_process.share_cores()
     options, log_level, placement, may_rejoin = pickle.load(sys.stdin.buffer)
+    if placement is not None and log.is_json():  # or else `quire serve` has done it
+        native_output.wrap()
     log.setup(log_level, f"node {options.node_rank}")
     current_process.set_name(f"quire-node-{options.node_rank}")
     if placement is not None:

@@ -27,7 +27,7 @@ from quire.engine.cluster import ray_cluster
 from quire.engine.config.options import EngineOptions, flag
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights
-from quire.engine.process import current_process, log
+from quire.engine.process import current_process, log, native_output
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import remote
 from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read_lines
@@ -105,6 +105,8 @@ def run(parsed: argparse.Namespace) -> int:
     options, engine = flags.collect(parsed, BatchOptions), flags.collect(parsed, EngineOptions)
     source, target = _check(options, parsed)
     log.configure(None, None)
+    if log.is_json():
+        native_output.wrap()
     log.setup(options.log_level, "batch")
     current_process.set_name("quire-batch")
     with open(source, "rb") as file, BatchResults(target) as results:

@@ -9,7 +9,7 @@ import time
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import exec_node, prepared_core
-from quire.engine.process import current_process, log
+from quire.engine.process import current_process, log, native_output
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.serve_options import add_config, read_options
 from quire.server.config import flags, lazy
@@ -44,6 +44,8 @@ def run(parsed: argparse.Namespace) -> int:
     lazy.configure_log(vars(parsed).get("log_format"), parsed.config)  # for errors in the options
     options, server = read_options(parsed)
     log.configure(server.log_format, server.log_config_file)
+    if log.is_json():
+        native_output.wrap()
     log.setup(server.log_level, "serve")
     for note in parsed.notes:
         logger.warning("%s", note)

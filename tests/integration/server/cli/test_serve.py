@@ -212,7 +212,7 @@ def test_errors_in_options_have_the_format_of_the_log(
     def message(*arguments: str, **environment: str) -> str:
         with monkeypatch.context() as patch:
             patch.setattr(os, "environ", os.environ | environment)
-            with pytest.raises(SystemExit, match="^2$"):
+            with pytest.raises(SystemExit, match=r"^2$"):
                 sys.exit(main(arguments))
             return str(json.loads(capsys.readouterr().err)["message"])
 

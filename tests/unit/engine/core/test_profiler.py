@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from quire.engine.core.engine_core import EngineCore
+from quire.engine.core.engine_core import EngineCore, Inbound
 from quire.engine.protocol.engine_core import ToCore
 from quire.engine.protocol.profile import CORE, ProfileOptions, ProfileReply, StartProfile, StopProfile, TracePiece
 from quire.engine.protocol.supervision import Shutdown
@@ -44,7 +44,7 @@ def spans(core: EngineCore, client: int) -> list[dict[str, Any]]:
 
 def test_ranks_start_and_stop_with_plans_and_the_loop_is_recorded_between_them() -> None:
     commands: list[tuple[int, object]] = []
-    script: dict[int, list[ToCore | Shutdown]] = {3: [start(7)], 8: [StopProfile(1, 8)], 12: [Shutdown()]}
+    script: dict[int, list[Inbound]] = {3: [start(7)], 8: [StopProfile(1, 8)], 12: [Shutdown()]}
     core = core_with(script, [submit(0, "a", [1], 50)])
     executed = core.executor.submit
 
@@ -72,7 +72,7 @@ def test_an_idle_replica_is_profiled_by_heartbeats() -> None:
 
 def test_only_one_profile_runs_at_a_time() -> None:
     first: list[ToCore] = [StopProfile(0, 1), start(2), start(3)]
-    script: dict[int, list[ToCore | Shutdown]] = {0: [start(4)], 1: [StopProfile(0, 5)], 3: [StopProfile(0, 6)]}
+    script: dict[int, list[Inbound]] = {0: [start(4)], 1: [StopProfile(0, 5)], 3: [StopProfile(0, 6)]}
     core = core_with({**script, 5: [Shutdown()]}, [*first, submit(0, "a", [1], 50)])
     run(core)
     errors = dict(replies(core))
@@ -100,7 +100,7 @@ def test_a_forgotten_profile_ends_by_itself_and_gives_way_to_the_next() -> None:
 
 def test_commands_that_are_in_flight_at_the_same_time_belong_to_their_own_profiles() -> None:
     origin = ProfileOptions(3600.0, -(10**15))
-    script: dict[int, list[ToCore | Shutdown]] = {
+    script: dict[int, list[Inbound]] = {
         4: [StopProfile(0, 2)],
         5: [StopProfile(0, 3)],
         6: [start(4, origin)],

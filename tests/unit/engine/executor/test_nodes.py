@@ -35,7 +35,6 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import LogRecord, RankStats
-from quire.engine.protocol.supervision import LogLevel
 
 encode = msgspec.msgpack.encode
 
@@ -89,7 +88,7 @@ class FakeRanks:
             raise self.problem
         return bool(events)
 
-    def set_log_level(self, level: LogLevel) -> None:
+    def set_log_level(self, level: str) -> None:
         self.levels.put(level)
 
     def killed(self, seconds: float) -> RankFailed | None:
