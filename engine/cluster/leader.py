@@ -295,11 +295,11 @@ class Leader(ControlLink):
             self._start_message, self._store, kind = body, KeyValueStore(), BODY
         if kind == _STOP:
             self._start_message, kind = None, BODY
-        if kind == LOG_LEVEL:
-            self._log_level = body
         for each in list(self._peers) if number is None else [number]:
             if (peer := self._peers.get(each)) is not None:
                 self._send(peer.identity, kind, body)
+        if kind == LOG_LEVEL:
+            self._log_level = body
         return kind in (END, REJECT)
 
     def _send_heartbeats(self) -> None:
