@@ -32,7 +32,7 @@ from quire.engine.process import log
 from quire.server.client.fair_share import SHARE, FairSlots, Share
 from quire.server.client.request_record import RECORD
 from quire.server.http.errors import ApiError, reason_of_status, respond
-from quire.server.http.response import while_connected
+from quire.server.http.response import cancelled_without_client, while_connected
 from quire.server.http.response_store import ResponseStore
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.input_processor import InputProcessor
@@ -193,7 +193,8 @@ class BodyRoute(APIRoute):
             body = _BodyRequest(request, self)
             try:
                 await body.body()  # not by FastAPI, which treats every error as a parsing error
-                return await handle(body)
+                with cancelled_without_client(request.receive):
+                    return await handle(body)
             except Answered as answered:
                 if (record := RECORD.get()) is not None and (status := answered.response.status_code) >= 400:
                     record.reason = reason_of_status(status)

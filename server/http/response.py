@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -31,6 +31,8 @@ StreamUsage = Literal["none", "final", "continuous"]
 DIRECT_SEND = "quire.send"
 """Key in an ASGI scope: the server's `send`, without the wrappers of middleware, which have seen the response start."""
 
+_WATCH_SECONDS = 0.1
+"""Duration of a request, without its response, from which on its client is watched."""
 _FINGERPRINT = f"quire-{version()}"
 
 _encode = msgspec.json.Encoder().encode
@@ -283,6 +285,38 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     finally:
         task.cancel()
         gone.cancel()
+
+
+@contextlib.contextmanager
+def cancelled_without_client(receive: Receive) -> Iterator[None]:
+    """Cancel the work inside if it takes more than `_WATCH_SECONDS` and the client disconnects, which then raises
+    `ClientDisconnect`. Work that takes less costs only a timer.
+    """
+    loop, task, watching, is_gone = asyncio.get_running_loop(), asyncio.current_task(), None, False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal is_gone
+        await _disconnect(receive)
+        is_gone = True
+        task.cancel()
+
+    def begin() -> None:
+        nonlocal watching
+        watching = loop.create_task(watch())
+
+    timer = loop.call_later(_WATCH_SECONDS, begin)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not is_gone:
+            raise
+        task.uncancel()
+        raise ClientDisconnect from None
+    finally:
+        timer.cancel()
+        if watching is not None:
+            watching.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:

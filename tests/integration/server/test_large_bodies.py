@@ -48,6 +48,21 @@ async def test_what_takes_too_much_is_refused(
         assert server.state.bodies.num_bytes == 0
 
 
+async def test_a_small_bodys_rendering_ends_when_its_client_leaves(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_renderer, "MEDIUM_SECONDS", 1000.0)
+    async with run_server(config, chat_template=ENDLESS) as server:
+        asked = asyncio.create_task(says(server))
+        while not (working := [*workers()]):
+            assert not asked.done(), asked.result().text
+            await asyncio.sleep(0.02)
+        asked.cancel()
+        async with asyncio.timeout(60):
+            while any(fork.is_running() for fork in [*working, *workers()]):
+                await asyncio.sleep(0.02)
+
+
 async def test_the_work_ends_when_the_client_leaves(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     async with run_server(config, trust_request_chat_template=True) as server:
         body = json.dumps({"messages": HELLO, "chat_template": ENDLESS, "user": "u" * large_bodies.LARGE_BODY})
