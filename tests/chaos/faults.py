@@ -22,7 +22,7 @@ import psutil
 
 from tests.chaos.client import KEY
 from tests.chaos.load import Load
-from tests.chaos.system import MEMORY_GROUPS, System
+from tests.chaos.system import MEMORY_GROUPS, Layout, System
 
 _WAIT_SECONDS = 120.0
 _HELD_SECONDS = (0.5, 3.0)
@@ -30,6 +30,12 @@ _HELD_SECONDS = (0.5, 3.0)
 _PAUSE_SECONDS = (0.2, 1.5)
 """Time from SIGSTOP to SIGCONT: well below --watchdog-seconds."""
 _SLOW_SECONDS = (3.0, 8.0)
+_SETTLED_SECONDS, _MEASURED_SECONDS = 2.0, 4.0
+LEAST_SHARE = 0.75
+"""The least throughput with a slow replica, as a share of the others' without it. The goal is 0.9; the rest is for the
+mix of requests, which differs between measurements of some seconds, and for other programs on the machine."""
+_MAX_MEASUREMENTS = 3
+"""Measurements of which one must reach `LEAST_SHARE`."""
 _RUN_SECONDS = 0.01
 """Time for which a slow process runs before it stands still for nine times as long."""
 _FREE_DESCRIPTORS = 6
@@ -48,6 +54,8 @@ class Attack:
     rng: random.Random
     told: str = ""
     """A description of the fault, for the report."""
+    share: float | None = None
+    """The throughput during the fault, as a share of what the other replicas give alone, if it was measured."""
 
     def victim(self, kind: str) -> psutil.Process:
         """A process of this kind, once there are any."""
@@ -151,8 +159,33 @@ def _slow(kind: str) -> Callable[[Attack], None]:
         with slowed(attack.victim(kind)):
             time.sleep(seconds)
         attack.told = f"{seconds:.1f} s"
+        if _can_resize(attack.system.layout) and not attack.system.layout.embeds:
+            shares = [_share_with_slow(attack, kind)]
+            while shares[-1] < LEAST_SHARE and len(shares) < _MAX_MEASUREMENTS:
+                shares.append(_share_with_slow(attack, kind))
+            attack.share = max(shares)
+            attack.told += f", {' '.join(f'{share:.0%}' for share in shares)} of the others' throughput"
 
     return fault
+
+
+def _share_with_slow(attack: Attack, kind: str) -> float:
+    """Throughput with a slow replica, before and after the throughput of the other replicas alone, divided by that."""
+    rates, count = list[float](), len(_states(attack))
+
+    def measure() -> None:
+        time.sleep(_SETTLED_SECONDS)
+        rates.append(attack.load.tokens_per_second(_MEASURED_SECONDS))
+
+    for _ in range(2):
+        with slowed(attack.victim(kind)):
+            measure()
+        if len(rates) == 1:
+            _set_replicas(attack, count - 1)
+            measure()
+            _set_replicas(attack, count)
+    before, alone, after = rates
+    return (before + after) / 2 / alone
 
 
 def _kill_twice(kind: str) -> Callable[[Attack], None]:
@@ -313,18 +346,29 @@ def _leave(attack: Attack) -> None:
 
 def _resize(attack: Attack) -> None:
     """Add a replica, remove two, and add one again. Requests on removed replicas may have to move."""
-    host, port = attack.system.address
-    url = f"http://{host}:{port}/replicas"
     for count in (3, 1, 2):
-        asked = {"data_parallel_size": count, "drain_timeout_seconds": attack.rng.choice((0.0, 0.5, 60.0))}
-        httpx.post(url, json=asked, headers=KEY, timeout=60).raise_for_status()
-        up = ["up"] * count
-        _until(lambda up=up: _states(url) == up, f"there are no {count} replicas")  # type: ignore[misc]
+        _set_replicas(attack, count, attack.rng.choice((0.0, 0.5, 60.0)))
         attack.hold()
 
 
-def _states(url: str) -> list[str]:
-    return [replica["state"] for replica in httpx.get(url, headers=KEY, timeout=60).json()["replicas"]]
+def _set_replicas(attack: Attack, count: int, drain_seconds: float = 0.0) -> None:
+    """Change the number of replicas, and wait until they are up."""
+    asked = {"data_parallel_size": count, "drain_timeout_seconds": drain_seconds}
+    httpx.post(_url(attack), json=asked, headers=KEY, timeout=60).raise_for_status()
+    _until(lambda: _states(attack) == ["up"] * count, f"there are no {count} replicas")
+
+
+def _states(attack: Attack) -> list[str]:
+    return [replica["state"] for replica in httpx.get(_url(attack), headers=KEY, timeout=60).json()["replicas"]]
+
+
+def _url(attack: Attack) -> str:
+    host, port = attack.system.address
+    return f"http://{host}:{port}/replicas"
+
+
+def _can_resize(layout: Layout) -> bool:
+    return "-dp" in layout.flags and not layout.others and not layout.has_experts
 
 
 FAULTS: dict[str, Callable[[Attack], None]] = {
@@ -368,7 +412,7 @@ def applicable(system: System) -> tuple[list[str], list[str]]:
     left_out |= set() if "-dp" in flags else _OF_REPLICAS
     left_out |= {"memory"} if system.hosts else _OF_HOSTS
     left_out |= set() if "-dp" in flags else {"leave"}
-    left_out |= set() if "-dp" in flags and not system.hosts and not system.layout.has_experts else {"resize"}
+    left_out |= set() if _can_resize(system.layout) else {"resize"}
     if "memory" not in left_out and system.memory_group is None:
         left_out.add("memory")
         missing.append(f"memory: there is no memory controller of cgroup version 1 at {MEMORY_GROUPS}")

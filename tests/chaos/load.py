@@ -198,6 +198,16 @@ class Load:
         self._is_over = True
         self._thread.join()
 
+    def tokens_per_second(self, seconds: float) -> float:
+        """Measure the tokens that clients get from now on."""
+        begin = time.monotonic()
+        time.sleep(seconds)
+        end, count = time.monotonic(), 0
+        for record in [*self.records, *list(self.open)]:
+            for at, before, after in zip(record.heard, [0, *record.num_tokens], record.num_tokens, strict=False):
+                count += after - before if begin <= at < end else 0
+        return count / (end - begin)
+
     def inside(self) -> AbstractContextManager[None]:
         """Within the block, sockets that this thread opens are on the clients' host."""
         return nullcontext() if self._host is None else self._host.inside()

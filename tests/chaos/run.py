@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from tests.chaos.faults import FAULTS, Attack, applicable, schedule
+from tests.chaos.faults import FAULTS, LEAST_SHARE, Attack, applicable, schedule
 from tests.chaos.load import HUNG_SECONDS, Load, Record, requests
 from tests.chaos.system import Layout, System, system
 
@@ -27,6 +27,8 @@ class Report:
     faults: list[str] = field(default_factory=list)
     recoveries: list[float] = field(default_factory=list)
     """Seconds after each fault until the stream that waited longest got its next token."""
+    shares: list[float] = field(default_factory=list)
+    """The throughput with each slow replica, as a share of what the others give alone."""
     leftovers: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Wrong exit codes, and events that did not happen in time."""
@@ -49,6 +51,8 @@ class Report:
             f"port {each.port}, {each.answer.num_tokens} tokens: {each.detail}"
             for each in bad
         ]
+        low = (f"throughput with a slow replica: {each:.0%} of the others'" for each in self.shares)
+        found += [text for text, share in zip(low, self.shares, strict=True) if share < LEAST_SHARE]
         return [*found, *(f"left behind: {each}" for each in self.leftovers), *self.problems]
 
     def row(self) -> dict[str, str]:
@@ -65,6 +69,7 @@ class Report:
             "longest pause": f"{pause:.1f}",
             "recovery: half within": f"{recoveries[len(recoveries) // 2]:.1f}" if recoveries else "-",
             "all within": f"{recoveries[-1]:.1f}" if recoveries else "-",
+            "throughput with a slow one": f"{min(self.shares):.0%}" if self.shares else "-",
         }
 
 
@@ -141,6 +146,7 @@ def _inject(name: str, attack: Attack, report: Report, told: Callable[[str], Non
     finally:
         told(f"{name} {attack.told}".strip())
     report.faults.append(name)
+    report.shares += [] if attack.share is None else [attack.share]
     affected |= attack.load.open
     _wait(attack.load, attack.system, lambda: not affected & attack.load.open)
     report.recoveries.append(max((record.longest_pause(since=at) for record in affected), default=0.0))
