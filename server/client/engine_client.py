@@ -48,18 +48,13 @@ from quire.server.client.replica import Replica, ReplicaInfo
 from quire.server.client.replica_calls import ReplicaCalls
 from quire.server.client.router import Router
 from quire.server.client.running_request import CLEARING_TOKENS, PromptRequests, RunningRequest
+from quire.server.client.silence import CHECK_SECONDS, SilenceCheck, must_move
 from quire.server.client.tracing import TRACE
 
 MAX_DEATHS = 2
 """Deaths of its replicas after which a request is suspected to be their cause."""
 _SAME_MOMENT_SECONDS = 1.0
 """Replicas that die within this time count as one death: no engine restarts so soon."""
-SILENT_SECONDS = 1.0
-"""A replica from which nothing has arrived for this time gets no new requests, and those that have not begun move."""
-MOVE_STREAMS_SECONDS = 3.0
-"""The same for requests that have begun. Both are doubled each time that a request moves."""
-_CHECK_SECONDS = 0.1
-"""Interval of checks for silence."""
 SHUTTING_DOWN = "the server is shutting down"
 """The reason of a regular shutdown."""
 
@@ -132,10 +127,9 @@ class EngineClient:
         self._cache, self._is_pooling = cache, is_pooling
         self._router: Router | None = None
         """None: there has been only one replica."""
-        self._checked_at = 0.0
-        """Time of the last check for silence, on the event loop's clock."""
+        self._silence: SilenceCheck | None = None
         self._check_timer: asyncio.TimerHandle | None = None
-        """Runs if there is a router."""
+        """Of the check for silence, which is made if there is a router."""
         self._replicas: dict[int, Replica] = {}
         self.calls = ReplicaCalls(index, self._replicas, self._subject)
         for number, address in endpoints.requests.items():
@@ -407,8 +401,8 @@ class EngineClient:
                 self._router = Router(
                     list(self._replicas), cache=self._cache, max_num_seqs=self._max_num_seqs, first=self.index
                 )
-                self._checked_at = self.loop.time()
-                self._check_timer = self.loop.call_later(_CHECK_SECONDS, self._check_silence)
+                self._silence = SilenceCheck(self._replicas, self.loop.time())
+                self._check_timer = self.loop.call_later(CHECK_SECONDS, self._check_silence)
             return
         if replica.state == "up":  # its death was not noticed
             self._on_lost(replica, ReplicaLost(number, "it was restarted", returns=True))
@@ -442,37 +436,24 @@ class EngineClient:
             self._resume(running)
 
     def _check_silence(self) -> None:
-        """Find replicas that have been silent for too long, and move their requests to replicas that have not.
-
-        A replica sends pulses as long as its loop makes progress (`quire.engine.core.heartbeats`). Time in which this
-        process stood still does not count: there may be unread messages.
-        """
-        now = self.loop.time()
-        late = max(0.0, now - self._checked_at - 2 * _CHECK_SECONDS)
-        self._checked_at = now
-        self._check_timer = self.loop.call_later(_CHECK_SECONDS, self._check_silence)
+        """Move requests from replicas that have been silent for too long to replicas that have not."""
+        self._check_timer = self.loop.call_later(CHECK_SECONDS, self._check_silence)
+        assert self._silence is not None
+        silences = self._silence.update(self.loop.time())
         present = [replica for replica in self._replicas.values() if replica.state in ("up", "draining")]
-        for replica in present:
-            replica.heard_at = min(now, replica.heard_at + late)
-            if now - replica.heard_at > SILENT_SECONDS and not replica.is_silent and len(present) > 1:
-                replica.is_silent = True
-                logger.warning("%s has not responded for %g s", self._subject(replica.number), SILENT_SECONDS)
         self._metrics.unresponsive = frozenset(replica.number for replica in present if replica.is_unresponsive)
         live = {replica.number for replica in present if replica.state == "up"} - self._metrics.unresponsive
-        for replica in [each for each in present if each.is_silent] if live else ():
-            silence = now - replica.heard_at
+        for number, silence in silences.items() if live else ():
             moved = {
                 request_id: running
                 for request_id, running in self._running.items()
-                if running.replica == replica.number
-                and silence > (MOVE_STREAMS_SECONDS if running.delivered else SILENT_SECONDS) * 2**running.num_moves
-                and live - running.leaving
+                if running.replica == number and must_move(running, silence) and live - running.leaving
             }
             for running in moved.values():
                 running.num_moves += 1
-            self._leave(replica, moved, "does not respond")
+            self._leave(self._replicas[number], moved, "does not respond")
             if moved:
-                logger.warning("%d requests of %s go on elsewhere", len(moved), self._subject(replica.number))
+                logger.warning("%d requests of %s go on elsewhere", len(moved), self._subject(number))
         self._check_drained()
 
     def _check_drained(self) -> None:

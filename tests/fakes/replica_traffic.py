@@ -20,8 +20,8 @@ from quire.engine.config.engine_config import CacheConfig
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
-from quire.server.client.engine_client import MOVE_STREAMS_SECONDS, SILENT_SECONDS
 from quire.server.client.router import Router
+from quire.server.client.silence import MOVE_STREAMS_SECONDS, SILENT_SECONDS
 
 BLOCK = 16
 STEP_SECONDS, TOKEN_SECONDS = 0.001, 20e-6
