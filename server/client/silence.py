@@ -48,4 +48,4 @@ class SilenceCheck:
 
 def must_move(running: RunningRequest, silence: float) -> bool:
     """Return whether a request leaves a replica that has been silent for so many seconds."""
-    return silence > (MOVE_STREAMS_SECONDS if running.delivered else SILENT_SECONDS) * 2**running.num_moves
+    return silence > (MOVE_STREAMS_SECONDS if running.delivered else SILENT_SECONDS) * (1 << running.num_moves)
