@@ -33,6 +33,7 @@ def test_it_sets_the_level_ends_the_core_and_may_be_gone(monkeypatch: pytest.Mon
         assert logger.level == logging.DEBUG
     finally:
         logger.setLevel(level)
+    assert inbox.get() == SetLogLevel("debug")  # for the ranks
     assert inbox.get() == Shutdown("why")
     assert isinstance(inbox.get(), WorkerError)
     assert exits == [1]
