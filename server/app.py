@@ -76,6 +76,8 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
             open_paths.add("/metrics")
         routes = [*routes, *page.router.routes, *app.routes]
         state.keys = _add_front(app, options, open_paths, None if tracing is None else (tracing, routes))
+        if state.keys is not None and state.keys.file is not None:
+            state.watched_files.append(state.keys.file)
         recorder = Recorder(state.frontend.metrics.http, options)
         app.front = partial(AccessMiddleware, recorder=recorder, routes=routes, root_path=options.root_path)
     return app

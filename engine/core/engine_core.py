@@ -53,7 +53,7 @@ from quire.engine.protocol.profile import ClockPing, ClockReply, StartProfile, S
 from quire.engine.protocol.runner_output import LOST_REPLICAS
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import EngineStats, ExpertLoad
-from quire.engine.protocol.supervision import Failed, Ready, SetLogLevel, Shutdown
+from quire.engine.protocol.supervision import Failed, Ready, Reload, SetLogLevel, Shutdown
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.engine.scheduler.structured_output import StartedGrammar
@@ -524,6 +524,8 @@ def _listen(connection: SupervisorConnection, io: EngineCoreIO) -> None:
                 case SetLogLevel(level) as message:
                     log.set_level(level)
                     io.inbox.put(message)  # for the ranks
+                case Reload(log_config, level):
+                    log.reload(log_config, level)
     io.inbox.put(WorkerError("the server process has ended"))
     time.sleep(_SHUTDOWN_GRACE)
     os._exit(1)

@@ -151,6 +151,37 @@ def _read_config(path: str) -> dict[str, Any]:
     return config
 
 
+def read_again(path: str, level: str) -> str:
+    """Read `--log-config-file` again and log as it says. If it is invalid, the previous configuration stays, and an
+    error is logged. Returns the present configuration (`CONFIG`).
+    """
+    problem = ""
+    try:
+        configure(None, path)
+    except ConfigError as error:
+        problem = str(error)
+    setup(level, RECENT.source)
+    if problem:
+        _logger.error("%s; the previous configuration stays", problem)
+    return os.environ[CONFIG]
+
+
+def reload(config: str, level: str) -> None:
+    """Log as this configuration says (`CONFIG`; empty: there is none), in this process and in those that it starts."""
+    if not config:
+        return
+    previous = os.environ.get(CONFIG, "")
+    os.environ[CONFIG] = config
+    try:
+        setup(level, RECENT.source)
+    except ValueError as error:  # such as a file that this process cannot write to
+        os.environ[CONFIG] = previous
+        setup(level, RECENT.source)
+        _logger.error(
+            "the configuration of the logs cannot be used; the previous one stays: %s", error.__cause__ or error
+        )
+
+
 def setup(level: str, process_name: str) -> None:
     """Log the `quire` loggers to stderr, unless `--log-config-file` says otherwise. `process_name` is shown in each
     line: api, core, rank 3.

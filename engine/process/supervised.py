@@ -17,8 +17,8 @@ from quire.engine.process import current_process
 
 def main() -> None:
     """Import everything, then run the module."""
-    # The supervisor decides when this process ends. Service managers send SIGTERM to all processes of a service.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # The supervisor decides when this process ends. Service managers send signals to all processes of a service.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     module, *others = sys.argv[1:]
     current_process.share_cores()

@@ -132,5 +132,13 @@ class ResizeReply(msgspec.Struct, tag=True, array_like=True):
     """Why the number of replicas cannot be changed; empty: it is being changed."""
 
 
+class Reload(msgspec.Struct, tag=True, array_like=True):
+    """Read files again, as after SIGHUP: keys, certificates."""
+
+    log_config: str
+    """The content of `--log-config-file` (`quire.engine.process.log.CONFIG`); empty: there is none."""
+    log_level: LogLevel
+
+
 EngineState = ReplicaStarting | ReplicaUp | ReplicaLost | ReplicaDraining | ReplicaRemoved | EngineFailed
-ToProcess = EngineState | Drain | Shutdown | ResizeReply | SetLogLevel
+ToProcess = EngineState | Drain | Shutdown | ResizeReply | SetLogLevel | Reload

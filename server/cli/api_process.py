@@ -21,7 +21,17 @@ import uvloop
 from quire.engine.process import current_process, log
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.protocol.supervision import Drain, Drained, Failed, Ready, Resize, ResizeReply, SetLogLevel, Shutdown
+from quire.engine.protocol.supervision import (
+    Drain,
+    Drained,
+    Failed,
+    Ready,
+    Reload,
+    Resize,
+    ResizeReply,
+    SetLogLevel,
+    Shutdown,
+)
 from quire.server.cli.parent import ApiProcessArgs
 from quire.server.client.engine_client import SHUTTING_DOWN
 from quire.server.client.output_stream import EngineUnavailable
@@ -30,6 +40,7 @@ from quire.server.serving.frontend import Frontend
 from quire.server.text.chat_formats import ChatFormats
 
 if TYPE_CHECKING:
+    from quire.server.http.state import ServedModel
     from quire.server.http.tracing import Tracing
 
 _CLOSE_SECONDS = 5
@@ -41,16 +52,19 @@ logger = logging.getLogger(__name__)
 
 def http_server(
     frontend: Frontend, options: ServerOptions, names: tuple[str, ...], tracing: Tracing | None = None
-) -> uvicorn.Server:
-    """Create the HTTP server of a frontend, the same in every API process. The caller handles signals."""
+) -> tuple[uvicorn.Server, ServedModel]:
+    """Create the HTTP server of a frontend, the same in every API process, and the state of its endpoints. The caller
+    handles signals.
+    """
     with current_process.imports():
         from quire.server.app import create_app
         from quire.server.http import access, connection
         from quire.server.http.state import ServedModel
 
+    state = ServedModel(frontend, names)
     http = uvicorn.Server(
         uvicorn.Config(
-            create_app(ServedModel(frontend, names), options, tracing),
+            create_app(state, options, tracing),
             log_config=None,
             access_log=False,  # see quire.server.http.access
             http=connection.protocol(options, access.Recorder(frontend.metrics.http, options)),  # type: ignore[arg-type]  # a class, for uvicorn
@@ -59,14 +73,17 @@ def http_server(
             lifespan="off",
             timeout_graceful_shutdown=_CLOSE_SECONDS,
             timeout_keep_alive=options.timeout_keep_alive,
-            ssl_keyfile=options.ssl_keyfile,
-            ssl_certfile=options.ssl_certfile,
-            ssl_ca_certs=options.ssl_ca_certs,
-            ssl_cert_reqs=options.ssl_cert_reqs,
         )
     )
     http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    return http
+    http.config.load()
+    if options.is_tls:
+        from quire.server.http.certificates import Certificates  # imports ssl
+
+        certificates = Certificates(options)
+        http.config.ssl = certificates.context
+        state.watched_files.append(certificates.files)
+    return http, state
 
 
 class ApiProcess:
@@ -96,7 +113,7 @@ class ApiProcess:
             from quire.server.http.tracing import Tracing  # imports OpenTelemetry
 
             self._tracing = Tracing.to_collector(options.otlp_traces_endpoint)
-        self._http = http_server(self._frontend, options, args.names, self._tracing)
+        self._http, self._state = http_server(self._frontend, options, args.names, self._tracing)
         self._listener = socket.socket(fileno=args.listener)
         self._stopping: asyncio.Task[None] | None = None
         self._is_restart = bool(args.states)
@@ -153,6 +170,10 @@ class ApiProcess:
                 self._stop(0.0)
             case SetLogLevel(level):
                 log.set_level(level)
+            case Reload(log_config, level):
+                log.reload(log_config, level)
+                for each in self._state.watched_files:
+                    each.check(again=True)
             case ResizeReply(error):
                 self._resizes.popleft().set_result(error)
             case state:

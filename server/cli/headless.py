@@ -17,7 +17,7 @@ from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights
 from quire.engine.process import current_process, log
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.supervision import EngineState, Failed, ReplicaLost, ReplicaUp
+from quire.engine.protocol.supervision import EngineState, Failed, Reload, ReplicaLost, ReplicaUp
 from quire.server.client.dp_coordinator import DPMember, ReplicaDied
 from quire.server.client.engine_manager import EngineManager
 from quire.server.config.server_options import ServerOptions
@@ -54,6 +54,13 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
         if membership is None:
             raise KeyboardInterrupt  # nothing else ends the wait for the leader
 
+    def on_start(manager: EngineManager) -> None:
+        def reload() -> None:
+            if server.log_config_file is not None:
+                manager.reload(Reload(log.read_again(server.log_config_file, server.log_level), server.log_level))
+
+        signal.signal(signal.SIGHUP, lambda number, frame: manager.supervisor.call(reload))
+
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     deadline, has_run = 0.0, False
@@ -66,7 +73,7 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
                     raise
                 time.sleep(_REJOIN_SECONDS)  # the leader has not noticed the loss yet
                 continue
-            problem = run_replicas(config, server, membership, stop, lambda: drain_seconds)
+            problem = run_replicas(config, server, membership, stop, lambda: drain_seconds, on_start)
             if problem is None:
                 return 0
             has_run |= membership.has_run
@@ -87,6 +94,7 @@ def run_replicas(
     membership: DPMember,
     stop: threading.Event,
     drain_seconds: Callable[[], float] = lambda: 0.0,
+    on_start: Callable[[EngineManager], None] = lambda manager: None,
 ) -> Failed | None:
     """Run this host's replicas until `stop` is set or the API exits. Returns a description of the problem, if there was
     one.
@@ -105,6 +113,7 @@ def run_replicas(
                 membership.report(replica, ReplicaDied(reason))
 
     manager.on_change = report
+    on_start(manager)
     reason, leaves = "", False
     try:
         manager.run(lambda: stop.is_set() or manager.failure is not None or membership.ended is not None)

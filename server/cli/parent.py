@@ -28,6 +28,7 @@ from quire.engine.protocol.supervision import (
     Failed,
     LogLevel,
     Ready,
+    Reload,
     Resize,
     ResizeReply,
     SetLogLevel,
@@ -147,6 +148,7 @@ class Server:
         self._api_processes = [_ApiProcess(self, index) for index in range(options.api_server_count)]
         self.manager.on_change = self._on_engine_state
         self._wake = lambda: self.manager.supervisor.call(self._check_signals)
+        signal.signal(signal.SIGHUP, lambda number, frame: self.manager.supervisor.call(self._reload))
         for each in self._api_processes:
             self.manager.supervisor.add(each)
 
@@ -170,6 +172,15 @@ class Server:
         self.manager.set_log_level(level)
         for each in self._api_processes:
             each.send(SetLogLevel(level))
+
+    def _reload(self) -> None:
+        """Read keys, certificates and the configuration of the logs again, in all processes."""
+        path, level = self._options.log_config_file, self._options.log_level
+        message = Reload("" if path is None else log.read_again(path, level), level)
+        logger.info("SIGHUP: reading the files of keys, certificates and the logs' configuration again")
+        self.manager.reload(message)
+        for each in self._api_processes:
+            each.send(message)
 
     def run(self) -> int:
         """Serve until a signal arrives (0), the engine has failed (1), or the configuration proves wrong (2)."""

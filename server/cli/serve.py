@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import signal
 import time
 
 from quire.engine.config.options import EngineOptions
@@ -40,6 +41,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(parsed: argparse.Namespace) -> int:
     """Serve until a signal arrives (0) or the engine has failed (1)."""
+    for number in (signal.SIGHUP, signal.SIGUSR1):  # as long as nothing handles them
+        signal.signal(number, signal.SIG_IGN)
     seconds = {"imports": current_process.age()}
     lazy.configure_log(vars(parsed).get("log_format"), parsed.config)  # for errors in the options
     options, server = read_options(parsed)

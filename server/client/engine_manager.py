@@ -37,6 +37,7 @@ from quire.engine.protocol.supervision import (
     Failed,
     LogLevel,
     Ready,
+    Reload,
     ReplicaDraining,
     ReplicaLost,
     ReplicaRemoved,
@@ -206,6 +207,12 @@ class EngineManager:
         for core in self._cores:
             core.send(SetLogLevel(level))
         self._hosts.set_log_level(level)
+
+    def reload(self, message: Reload) -> None:
+        """Let this host's engine cores read the configuration of the logs again."""
+        if message.log_config:
+            for core in self._cores:
+                core.send(message)
 
     @property
     def is_settled(self) -> bool:

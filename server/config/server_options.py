@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from quire.engine.config.devices import free_host_memory
 from quire.engine.config.options import flag
 from quire.engine.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 _API_PROCESS_BYTES = 48 << 20
 """Memory of an idle API process with a small tokenizer, less the memory that it shares with the others."""
@@ -408,10 +411,14 @@ class ServerOptions(  # in reverse, as for `EngineOptions`
             raise ConfigError("--ssl-ca-certs requires --ssl-certfile and --ssl-keyfile")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError(f"--ssl-cert-reqs {self.ssl_cert_reqs} requires --ssl-ca-certs")
-        if self.ssl_certfile is None:
-            return
+        if self.is_tls:
+            self.tls_context()
+
+    def tls_context(self) -> SSLContext:
+        """Read the files of TLS. Raises `ConfigError` if they cannot be used."""
         import ssl  # slow to import
 
+        assert self.ssl_certfile is not None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
@@ -425,6 +432,8 @@ class ServerOptions(  # in reverse, as for `EngineOptions`
                 context.load_verify_locations(self.ssl_ca_certs)
             except OSError as error:
                 raise ConfigError(f"--ssl-ca-certs {self.ssl_ca_certs}: {_reason(error)}") from None
+        context.verify_mode = ssl.VerifyMode(self.ssl_cert_reqs)
+        return context
 
 
 _OTLP_EXPORTERS = {"grpc": "grpc", "http/protobuf": "http"}

@@ -262,7 +262,9 @@ IGNORED: dict[str, str] = {
     "nothing is compiled with torch.compile": "--compilation-config|-cc= --optimization-level=",
     "Quire chooses the fastest correct kernels itself": "--disable-cascade-attn --kernel-config= --moe-backend=",
     "always on where it helps": "--async-scheduling",
-    "always on": "--enable-prompt-tokens-details --enable-request-id-headers --enable-server-load-tracking",
+    "always on": (
+        "--enable-prompt-tokens-details --enable-request-id-headers --enable-server-load-tracking --enable-ssl-refresh"
+    ),
     "--data-parallel-start-rank without --headless does this": (
         "--data-parallel-external-lb|-dpe --data-parallel-hybrid-lb|-dph"
     ),
@@ -328,7 +330,7 @@ REFUSED: dict[str, str] = {
         "--reasoning-parser-plugin= --tool-parser-plugin="
     ),
     "let the client call the tools": "--tool-server=",
-    "put a reverse proxy in front of the server": "--disable-fastapi-docs --enable-ssl-refresh --middleware=",
+    "put a reverse proxy in front of the server": "--disable-fastapi-docs --middleware=",
     "use logit_bias, bad_words or structured_outputs in requests": "--logits-processors+",
     "other classes than Quire's own are not supported": (
         "--io-processor-plugin= --scheduler-cls= --worker-cls=auto --worker-extension-cls="

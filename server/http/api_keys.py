@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal, NamedTuple
 
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config.server_options import WEIGHT_RANGE, ServerOptions, read_weight
+from quire.server.http.watched_files import WatchedFiles
 
 Role = Literal["api", "admin", "metrics"]
 ENVIRONMENT: dict[Role, str] = {"api": "QUIRE_API_KEY", "admin": "QUIRE_ADMIN_KEY", "metrics": "QUIRE_METRICS_KEY"}
 """The variable with the keys of each role."""
 _OPTION = r"(weight|role)=(\S*)"
-
-logger = logging.getLogger(__name__)
 
 
 class Key(NamedTuple):
@@ -40,12 +39,11 @@ class ApiKeys:
             key = self._fixed.setdefault(_digest(secret.encode()), Key(f"{role}-{number}", role))
             if key.role != role:
                 raise ConfigError(f"{_flag(key.role)} and {_flag(role)} have a key in common; each role needs its own")
-        self._file = file
-        self._seen: tuple[int, int, int] | None = None
         self._from_file: dict[bytes, Key] = {}
+        self.file: WatchedFiles | None = None
         if file is not None:
             try:
-                self._seen = _state(file)
+                self.file = WatchedFiles(partial(self._reload, file), file)
                 self._from_file = self._read(file)
             except (OSError, ValueError) as error:
                 raise ConfigError(f"--api-key-file {file}: cannot read the file: {error}") from None
@@ -72,27 +70,15 @@ class ApiKeys:
 
     def find(self, secret: bytes) -> Key | None:
         """Return the key with this secret if it is currently accepted."""
-        if self._file is not None:
-            self._reload(self._file)
+        if self.file is not None:
+            self.file.check()
         digest = _digest(secret)
         return self._from_file.get(digest, self._fixed.get(digest))
 
-    def _reload(self, file: str) -> None:
-        """Reload the file if it has changed. If it cannot be read or is invalid, the previous keys stay valid."""
-        state = None
-        try:
-            state = _state(file)
-            if state != self._seen:
-                self._from_file = self._read(file)
-                self.roles |= {key.role for key in self._from_file.values()}
-                logger.info("%s has changed: %d keys", file, len(self._from_file))
-        except ValueError as error:  # until the next change
-            logger.error("%s is invalid; its previous keys stay valid: %s", file, error)
-        except OSError as error:
-            state = None
-            if self._seen is not None:
-                logger.error("cannot read %s; its previous keys stay valid: %s", file, error)
-        self._seen = state
+    def _reload(self, file: str) -> str:
+        self._from_file = self._read(file)
+        self.roles |= {key.role for key in self._from_file.values()}
+        return f"{len(self._from_file)} keys"
 
     def _read(self, file: str) -> dict[bytes, Key]:
         """Read lines `[NAME:]SECRET [weight=WEIGHT] [role=ROLE]`. Raises `ValueError`, also for text that is not UTF-8,
@@ -133,11 +119,6 @@ def _from_environment(role: Role) -> list[str]:
         also = " (or VLLM_API_KEY)" * (role == "api")
         raise ConfigError(f"environment variable {name}{also} is empty; unset it, or set it to a key")
     return keys
-
-
-def _state(file: str) -> tuple[int, int, int]:
-    found = os.stat(file)
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _flag(role: Role) -> str:

@@ -18,6 +18,7 @@ from quire.server.http.api_keys import ApiKeys
 from quire.server.http.errors import ModelNotFound
 from quire.server.http.large_bodies import BodyRoute, LargeBodies
 from quire.server.http.response_store import ResponseStore
+from quire.server.http.watched_files import WatchedFiles
 from quire.server.serving.frontend import Frontend
 
 
@@ -31,6 +32,8 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     keys: ApiKeys | None = None
     """The accepted keys; None: there are none."""
+    watched_files: list[WatchedFiles] = field(default_factory=list)
+    """The files that are read again when they change."""
     has_public_metrics: bool = False
     """Whether metrics need no key."""
     has_request_times: bool = False

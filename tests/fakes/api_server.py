@@ -9,12 +9,11 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import pytest
-from fastapi import FastAPI
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.server.cli.api_process import http_server
@@ -116,7 +115,7 @@ async def run_server(
     # asyncio does so only for sockets that name their protocol; each answer would wait 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = http_server(frontend, asked, names, tracing)
+    server, state = http_server(frontend, asked, names, tracing)
     over = asyncio.Event()
 
     async def shutdown(sockets: list[socket.socket] | None = None) -> None:
@@ -138,7 +137,7 @@ async def run_server(
                 http_client=openai.DefaultAsyncHttpxClient(verify=TLS),
             ) as client,
         ):
-            yield Server(url, frontend, client, http, cast(FastAPI, server.config.app).state.quire)
+            yield Server(url, frontend, client, http, state)
     finally:
         frontend.client.fail("the test is over")
         over.set()

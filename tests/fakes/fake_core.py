@@ -53,7 +53,7 @@ from quire.engine.protocol.profile import (
     TraceSummary,
 )
 from quire.engine.protocol.stats import EngineStats
-from quire.engine.protocol.supervision import Failed, FromProcess, Heartbeat, Ready
+from quire.engine.protocol.supervision import Failed, FromProcess, Heartbeat, Ready, Shutdown, ToProcess
 from tests.fakes.outputs import prompt_logprobs
 
 MAX_MODEL_LEN = 128
@@ -280,7 +280,7 @@ class FakeCore:
 def is_shutdown(channel: Connection[bytes, bytes]) -> bool:
     """Whether the supervisor has asked for the end, or has ended itself; a real core checks this in a thread."""
     try:
-        return channel.poll(0) and bool(channel.recv_bytes())
+        return channel.poll(0) and isinstance(msgspec.msgpack.decode(channel.recv_bytes(), type=ToProcess), Shutdown)
     except (EOFError, OSError):
         return True
 

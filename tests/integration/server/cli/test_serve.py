@@ -456,6 +456,44 @@ def test_tls(model_folder: Path, tmp_path: Path) -> None:
     assert process.returncode == 0, err
 
 
+def test_sighup_reads_files_again_and_sigusr1_does_nothing(model_folder: Path, tmp_path: Path) -> None:
+    _, flags = certify(tmp_path)
+    config, keys = tmp_path / "logging.json", tmp_path / "keys"
+    flags += ["--port", "0", "--api-key-file", str(keys), "--log-config-file", str(config)]
+
+    def log_to(name: str) -> None:
+        file = {"class": "logging.FileHandler", "filename": str(tmp_path / name), "formatter": "own"}
+        handlers = {"file": file, "stderr": {"class": "logging.StreamHandler"}}
+        settings = {"formatters": {"own": {"format": "%(processName)s: %(message)s"}}, "handlers": handlers}
+        quire = {"handlers": list(handlers), "propagate": False}
+        config.write_text(json.dumps({"version": 1, **settings, "loggers": {"quire": quire}}))
+
+    def has(name: str, *texts: str) -> bool:
+        file = tmp_path / name
+        return file.exists() and all(text in file.read_text() for text in texts)
+
+    log_to("first.log")
+    keys.write_text("one\n")
+    with running(model_folder, *flags) as (process, url):
+        _, port = url.rsplit(":", 1)
+        certificate = ssl.get_server_certificate(("127.0.0.1", int(port)))
+        log_to("second.log")
+        keys.write_text(" weight=2\n")
+        certify(tmp_path)
+        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGHUP)
+        while not has("second.log", "serve: SIGHUP", f"api: read {tmp_path / 'cert'}, {tmp_path / 'key'} again"):
+            assert process.poll() is None
+        assert has("second.log", f"api: {keys}: invalid; the previous content stays valid: line 1")
+        assert not has("first.log", "SIGHUP")
+        assert ssl.get_server_certificate(("127.0.0.1", int(port))) != certificate
+        with httpx.Client(verify=False, headers={"Authorization": "Bearer one"}) as client:
+            assert client.get(f"{url}/v1/models").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate()
+    assert process.returncode == 0, err
+
+
 def test_unix_socket(model_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     with socket.socket(socket.AF_UNIX) as left:  # as a server that was killed leaves it behind

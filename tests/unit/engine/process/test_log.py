@@ -189,6 +189,43 @@ def test_a_configuration_may_set_the_level_of_the_access_log(quire: logging.Logg
     assert not log.ACCESS.isEnabledFor(logging.INFO)
 
 
+def test_a_configuration_that_changes(quire: logging.Logger, tmp_path: Path) -> None:
+    """If the new one is wrong, for all processes or for one of them, the old one stays."""
+    file = tmp_path / "logging.json"
+
+    def write(name: str) -> None:
+        handler = {"class": "logging.FileHandler", "filename": str(tmp_path / name)}
+        loggers = {"quire": {"handlers": ["file"], "propagate": False}}
+        file.write_text(json.dumps({"version": 1, "handlers": {"file": handler}, "loggers": loggers}))
+
+    def lines(name: str) -> list[str]:
+        return (tmp_path / name).read_text().splitlines()
+
+    write("one")
+    log.configure(None, str(file))
+    log.setup("info", "serve")
+    quire.info("first")
+    write("no/folder")
+    first = log.read_again(str(file), "info")
+    (_, error) = lines("one")
+    assert error.startswith(f"--log-config-file {file}: ")
+    assert error.endswith("; the previous configuration stays")
+    write("two")
+    second = log.read_again(str(file), "warning")
+    quire.info("not shown")
+    quire.error("second")
+    assert lines("two") == ["second"]
+    (tmp_path / "one").unlink()  # a file that was moved away is opened again
+    log.reload(first, "info")
+    quire.info("third")
+    log.reload(second.replace("two", "no/folder"), "info")
+    assert lines("one")[0] == "third"
+    assert "the previous one stays" in lines("one")[1]
+    assert os.environ[log.CONFIG] == first
+    log.reload("", "error")
+    assert quire.level == logging.INFO
+
+
 def test_a_configuration_that_is_wrong_is_an_error_that_names_it(quire: logging.Logger, tmp_path: Path) -> None:
     file = tmp_path / "logging.json"
     for text, problem in (

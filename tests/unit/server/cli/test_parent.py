@@ -8,11 +8,12 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.engine.process import supervisor
+from quire.engine.process import log, supervisor
 from quire.engine.process.supervisor import Supervisor
 from quire.engine.protocol.supervision import (
     Drain,
@@ -20,6 +21,7 @@ from quire.engine.protocol.supervision import (
     EngineState,
     Failed,
     Ready,
+    Reload,
     ReplicaUp,
     SetLogLevel,
     Shutdown,
@@ -57,6 +59,7 @@ class Engine:
         self.states = {0: UP}
         self.metrics = Metrics("demo", count=2)
         self.levels: list[str] = []
+        self.reloads: list[Reload] = []
         self.failure: EngineFailed | None = None
         self.is_settled, self.is_user_error = True, False
         self.on_change: Callable[[EngineState], None] = lambda state: None
@@ -72,6 +75,9 @@ class Engine:
 
     def set_log_level(self, level: str) -> None:
         self.levels.append(level)
+
+    def reload(self, message: Reload) -> None:
+        self.reloads.append(message)
 
     def close(self, reason: str) -> None:
         self.closed_with.append(reason)
@@ -131,7 +137,7 @@ class Play:
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
     clock = Clock()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         play = Play(listener, clock)
         monkeypatch.setattr(parent, "EngineManager", Engine)
@@ -204,6 +210,29 @@ def test_the_log_level_is_passed_on_to_every_process(play: Play) -> None:
     assert SetLogLevel("debug") in second.messages
     assert [process.options.log_level for process in (first, successor)] == ["info", "debug"]
     assert engine_of(server).levels == ["debug"]
+
+
+def test_sighup_lets_every_process_read_its_files_again(
+    play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "logging.json"
+    file.write_text("{")  # the configuration of the start stays
+    monkeypatch.setenv(log.CONFIG, '{"version": 1}')
+    monkeypatch.setattr(log, "setup", lambda level, name: None)
+
+    def on_start(process: ApiProcess) -> None:
+        if process.index == 0:
+            process.on_poll = after(5, lambda: signal.raise_signal(signal.SIGHUP), process)
+        else:
+            process.on_poll = after(9, lambda: signal.raise_signal(signal.SIGTERM), process)
+
+    play.on_start = on_start
+    assert (server := play.server(api_server_count=2, log_config_file=str(file))).run() == 0
+    reload = Reload('{"version": 1}', "info")
+    assert [process.messages for process in play.started] == [[reload, Drain(DRAIN_SECONDS)]] * 2
+    assert engine_of(server).reloads == [reload]
+    (error,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert error.startswith(f"--log-config-file {file}: cannot read the file")
 
 
 def test_a_second_signal_kills_what_does_not_end(play: Play) -> None:

@@ -129,7 +129,7 @@ async def test_several_keys_and_a_file_that_changes(
         assert await good() == "alice"
         file.unlink()
         assert await good() == "alice"
-        assert "its previous keys stay valid" in caplog.text
+        assert "the previous content stays valid" in caplog.text
         file.write_text("\n")
         assert await good() == ""
         file.write_text("bob#1")
