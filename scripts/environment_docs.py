@@ -98,6 +98,14 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "AIP_PREDICT_ROUTE": "Route of predictions.",
         },
     ),
+    "systemd": (
+        "systemd sets these for a service; see [Deployment](../guides/deployment.md#systemd).\n",
+        {
+            "NOTIFY_SOCKET": "Socket that hears of the state of the server.",
+            "WATCHDOG_USEC": "Microseconds within which the server must give a sign of life.",
+            "WATCHDOG_PID": "Process that must give it.",
+        },
+    ),
     "CPU": (
         "",
         {
@@ -160,7 +168,7 @@ OTHERS = {
 """Variables that only other programs and the scripts read."""
 
 NOT_VARIABLES = {
-    *("SC_CLK_TCK", "PCI_BUS_ID", "PATH", "PYTHONPATH"),
+    *("SC_CLK_TCK", "PCI_BUS_ID", "PATH", "PYTHONPATH", "MONOTONIC_USEC"),
     *("MODEL_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
 }
 """Other names in files that use the environment."""

@@ -199,6 +199,8 @@ class Supervisor:
 
     def __init__(self, watchdog_seconds: float) -> None:
         """A process that is silent for `watchdog_seconds` is killed."""
+        self.on_step: Callable[[], None] = lambda: None
+        """Called ten times a second or more, as long as `run` makes progress."""
         self._watchdog_seconds = watchdog_seconds
         self._all: list[SupervisedProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -267,6 +269,7 @@ class Supervisor:
         self._checked_at = now
         for each in list(self._all):
             self._check(each, now)
+        self.on_step()
 
     def _start(self, each: SupervisedProcess) -> None:
         each.restart_at, each.is_ready, each.failure, each.kill_at = None, False, None, float("inf")

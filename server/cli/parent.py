@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process import current_process, log
+from quire.engine.process.service_manager import ServiceManager
 from quire.engine.process.supervisor import Process, SupervisedProcess, start_process
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import (
@@ -29,6 +30,7 @@ from quire.engine.protocol.supervision import (
     LogLevel,
     Ready,
     Reload,
+    ReplicaLost,
     Resize,
     ResizeReply,
     SetLogLevel,
@@ -43,6 +45,8 @@ _FAILURE_SECONDS = 2.0
 """Time for which /health reports why the engine died, before the server exits."""
 _EXIT_SECONDS = 10.0
 """Time for an API process to exit after its requests have ended."""
+_STOP_SECONDS = 30.0
+"""Time for all processes to exit after that, for a service manager."""
 _QUICK_EXIT_SECONDS = 0.5
 """Time for every process to exit after a second signal."""
 _RESTART_SECONDS = 10.0
@@ -132,6 +136,8 @@ class Server:
         """The reason why no API process can be started."""
         self._config, self._options, self._names, self._listener = config, options, names, listener
         self._seconds = seconds
+        self._service = ServiceManager()
+        self._service.notify(f"STATUS=loading {names[0]}")
         self._signals: list[int] = []
         """The signals that have arrived."""
         self._wake: Callable[[], None] = lambda: None
@@ -147,6 +153,7 @@ class Server:
         )
         self._api_processes = [_ApiProcess(self, index) for index in range(options.api_server_count)]
         self.manager.on_change = self._on_engine_state
+        self.manager.supervisor.on_step = self._service.beat
         self._wake = lambda: self.manager.supervisor.call(self._check_signals)
         signal.signal(signal.SIGHUP, lambda number, frame: self.manager.supervisor.call(self._reload))
         for each in self._api_processes:
@@ -175,25 +182,28 @@ class Server:
 
     def _reload(self) -> None:
         """Read keys, certificates and the configuration of the logs again, in all processes."""
+        if self._is_running:
+            self._service.reloading()
         path, level = self._options.log_config_file, self._options.log_level
         message = Reload("" if path is None else log.read_again(path, level), level)
         logger.info("SIGHUP: reading the files of keys, certificates and the logs' configuration again")
         self.manager.reload(message)
         for each in self._api_processes:
             each.send(message)
+        if self._is_running:
+            self._service.notify("READY=1")
 
     def run(self) -> int:
         """Serve until a signal arrives (0), the engine has failed (1), or the configuration proves wrong (2)."""
         try:
             self.manager.run(lambda: self._is_started or self._is_over)
             if not self._is_over:
-                self._log_started()
+                self._report_started()
                 self.manager.run(lambda: self._is_over)
                 if self.manager.failure is not None:  # /health reports it for a while
                     until = time.monotonic() + _FAILURE_SECONDS
                     self.manager.run(lambda: time.monotonic() > until or bool(self._signals))
             if self._signals:
-                logger.info("shutting down")
                 self._drain()
                 return 0
             return self._report_failure()
@@ -208,6 +218,7 @@ class Server:
         else:
             assert self.manager.failure is not None
             reason, is_user_error = self.manager.failure.reason, self.manager.is_user_error
+        self._service.notify("STOPPING=1", f"STATUS={reason}")
         log.print_error(reason)
         return 2 if is_user_error else 1
 
@@ -221,18 +232,39 @@ class Server:
         return self.manager.is_settled and all(each.seconds is not None for each in self._api_processes)
 
     @property
+    def _is_running(self) -> bool:
+        return self._is_started and not self._is_over
+
+    @property
     def _is_over(self) -> bool:
         return bool(self._signals) or self.failure is not None or self.manager.failure is not None
 
-    def _log_started(self) -> None:
+    def _report_started(self) -> None:
         first = self._api_processes[0].seconds or {}
         where = ", ".join(f"{part} {count:.2f} s" for part, count in (self._seconds | first).items())
         logger.info("ready %.2f s after the start (%s)", current_process.age(), where)
-        logger.info("serving %s on %s", ", ".join(self._names), address(self._listener, self._options.is_tls))
+        logger.info("%s", self._serving)
+        self._service.notify("READY=1", f"STATUS={self._status}")
+
+    @property
+    def _serving(self) -> str:
+        return f"serving {', '.join(self._names)} on {address(self._listener, self._options.is_tls)}"
+
+    @property
+    def _status(self) -> str:
+        """What the server does, in one line."""
+        lost = [
+            f"; replica {each.replica}: {each.reason}"
+            for each in self.manager.states.values()
+            if isinstance(each, ReplicaLost)
+        ]
+        return self._serving + "".join(lost)
 
     def _on_engine_state(self, state: EngineState) -> None:
         if isinstance(state, EngineFailed) and self._is_started:
             logger.error("the engine has failed: %s", state.reason)
+        if self._is_running:
+            self._service.notify(f"STATUS={self._status}")
         for each in self._api_processes:
             each.send(state)
 
@@ -245,6 +277,10 @@ class Server:
     def _drain(self) -> None:
         """Let running requests finish, for as long as the options allow."""
         seconds = self._options.drain_seconds(is_interrupt=self._signals[0] == signal.SIGINT)
+        logger.info("shutting down")
+        microseconds = round((seconds + _STOP_SECONDS) * 1e6)
+        status = f"STATUS=shutting down; running requests have {seconds:g} s"
+        self._service.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={microseconds}", status)
         self._stop_api_processes(Drain(seconds), seconds + _EXIT_SECONDS)
 
     def _check_signals(self) -> None:

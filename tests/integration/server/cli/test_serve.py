@@ -456,7 +456,13 @@ def test_tls(model_folder: Path, tmp_path: Path) -> None:
     assert process.returncode == 0, err
 
 
-def test_sighup_reads_files_again_and_sigusr1_does_nothing(model_folder: Path, tmp_path: Path) -> None:
+def test_sighup_reads_files_again_and_sigusr1_does_nothing(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And systemd hears of it."""
+    systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    systemd.bind(str(tmp_path / "notify"))
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     _, flags = certify(tmp_path)
     config, keys = tmp_path / "logging.json", tmp_path / "keys"
     flags += ["--port", "0", "--api-key-file", str(keys), "--log-config-file", str(config)]
@@ -492,6 +498,9 @@ def test_sighup_reads_files_again_and_sigusr1_does_nothing(model_folder: Path, t
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate()
     assert process.returncode == 0, err
+    with systemd:
+        told = [systemd.recv(1000).decode().split("\n")[0] for _ in range(5)]
+    assert told == ["STATUS=loading " + str(model_folder), "READY=1", "RELOADING=1", "READY=1", "STOPPING=1"]
 
 
 def test_unix_socket(model_folder: Path, tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ def quire() -> Iterator[logging.Logger]:
     access_level = log.ACCESS.level
     hooks = sys.excepthook, threading.excepthook
     yield found
+    for handler in found.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.close()
     found.handlers[:], found.propagate, found.level, root.handlers[:], root.level = before
     sys.excepthook, threading.excepthook = hooks
     multiprocessing.current_process().name = name

@@ -22,6 +22,7 @@ from quire.engine.protocol.supervision import (
     Failed,
     Ready,
     Reload,
+    ReplicaLost,
     ReplicaUp,
     SetLogLevel,
     Shutdown,
@@ -56,7 +57,7 @@ class Engine:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.supervisor = Supervisor(watchdog_seconds=1e9)
         self.run = self.supervisor.run
-        self.states = {0: UP}
+        self.states: dict[int, ReplicaUp | ReplicaLost] = {0: UP}
         self.metrics = Metrics("demo", count=2)
         self.levels: list[str] = []
         self.reloads: list[Reload] = []
@@ -81,6 +82,10 @@ class Engine:
 
     def close(self, reason: str) -> None:
         self.closed_with.append(reason)
+
+    def lose(self, replica: int, reason: str) -> None:
+        self.states[replica] = ReplicaLost(replica, reason, returns=True)
+        self.on_change(self.states[replica])
 
     def fail(self) -> None:
         self.failure = EngineFailed("rank 1 was killed by SIGKILL")
@@ -233,6 +238,40 @@ def test_sighup_lets_every_process_read_its_files_again(
     assert engine_of(server).reloads == [reload]
     (error,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
     assert error.startswith(f"--log-config-file {file}: cannot read the file")
+
+
+def test_a_service_manager_hears_how_the_server_is(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(parent.ServiceManager, "notify", lambda service, *assignments: sent.extend(assignments))
+    monkeypatch.setattr(parent.ServiceManager, "beat", lambda service: sent.append("WATCHDOG=1"))
+
+    def on_start(process: ApiProcess) -> None:
+        polls = itertools.count()
+
+        def behave() -> None:
+            process.serve()
+            match next(polls):
+                case 5:
+                    signal.raise_signal(signal.SIGHUP)
+                case 10:
+                    engine_of(server).lose(0, "rank 1 was killed by SIGKILL")
+                case 15:
+                    signal.raise_signal(signal.SIGTERM)
+
+        process.on_poll = behave
+
+    play.on_start = on_start
+    server = play.server()
+    assert server.run() == 0
+    serving = f"STATUS=serving demo on http://127.0.0.1:{play._listener.getsockname()[1]}"
+    started, again, stopping = ("READY=1", serving), ("RELOADING=1", "READY=1"), "EXTEND_TIMEOUT_USEC=60000000"
+    told = [each for each in sent if each != "WATCHDOG=1" and not each.startswith("MONOTONIC_USEC=")]
+    assert told[:-1] == [
+        *("STATUS=loading demo", *started, *again, f"{serving}; replica 0: rank 1 was killed by SIGKILL"),
+        *("STOPPING=1", stopping),
+    ]
+    assert told[-1].startswith("STATUS=shutting down")
+    assert sent[-1] == "WATCHDOG=1", "while it drains, too"
 
 
 def test_a_second_signal_kills_what_does_not_end(play: Play) -> None:
