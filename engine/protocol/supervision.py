@@ -116,6 +116,8 @@ class Drain(msgspec.Struct, tag=True, array_like=True):
 
     seconds: float
     """Time after which running requests fail."""
+    has_successor: bool = False
+    """Whether another server accepts new connections. Requests of present connections are not rejected then."""
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _CLOSE_SECONDS = 5
 """Time for responses to be sent after their requests have ended."""
 _POLL_SECONDS = 0.05
+_HANDSHAKE_SECONDS = 2.0
+"""Time for TLS handshakes of accepted connections, which the HTTP server does not know of yet."""
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,9 @@ class ApiProcess:
         self._listener = socket.socket(fileno=args.listener)
         self._stopping: asyncio.Task[None] | None = None
         self._is_restart = bool(args.states)
+        self._may_accept = asyncio.Event()
+        if not args.has_predecessor:
+            self._may_accept.set()
         self._failure: Exception | None = None
         """The reason why requests can never be served."""
 
@@ -129,7 +134,9 @@ class ApiProcess:
             if self._is_restart:  # clients wait in the listener's queue meanwhile, instead of being rejected
                 with contextlib.suppress(Exception):  # see `_report_ready`
                     await self._frontend.loaded()
-            await self._http.serve([self._listener])
+            await self._may_accept.wait()
+            if not self._http.should_exit:
+                await self._http.serve([self._listener])
             if self._failure is not None:
                 raise self._failure
         finally:
@@ -146,11 +153,13 @@ class ApiProcess:
         except EngineUnavailable:
             return  # the supervisor knows why
         except Exception as error:
-            self._failure, self._http.should_exit = error, True
+            self._failure = error
+            self._exit()
             return
         gc.collect()
         gc.freeze()
         self._connection.send(Ready(seconds))
+        self._may_accept.set()
         await asyncio.to_thread(self._frontend.input_processor.start)
 
     def _beat(self) -> None:
@@ -164,8 +173,8 @@ class ApiProcess:
             message = Shutdown()
             self._loop.remove_reader(self._connection)
         match message:
-            case Drain(seconds):
-                self._stop(seconds)
+            case Drain(seconds, has_successor):
+                self._stop(seconds, has_successor)
             case Shutdown():
                 self._stop(0.0)
             case SetLogLevel(level):
@@ -187,23 +196,47 @@ class ApiProcess:
         if error := await asyncio.shield(answer):
             raise InvalidParameter(error, "data_parallel_size")
 
-    def _stop(self, seconds: float) -> None:
-        """Reject new requests, and exit when the running ones have ended, or after `seconds`."""
+    def _stop(self, seconds: float, has_successor: bool = False) -> None:
+        """Reject new requests, and exit when the running ones have ended, or after `seconds`. With a successor, which
+        gets the new connections, exit when the present ones have ended.
+        """
         if self._stopping is not None:
             self._stopping.cancel()
-        self._stopping = asyncio.create_task(self._drain(seconds))
+        self._stopping = asyncio.create_task(self._drain(seconds, has_successor))
 
-    async def _drain(self, seconds: float) -> None:
-        self._frontend.is_draining = True
+    async def _drain(self, seconds: float, has_successor: bool) -> None:
         deadline = self._loop.time() + seconds
+        if has_successor:
+            await self._end_connections(deadline)
+        self._frontend.is_draining = True
         if requests := set(self._http.server_state.tasks):
-            await asyncio.wait(requests, timeout=seconds)
+            await asyncio.wait(requests, timeout=max(0.0, deadline - self._loop.time()))
         while self._frontend.client.num_open and self._loop.time() < deadline:  # responses in the background
             await asyncio.sleep(_POLL_SECONDS)
         if self._frontend.client.num_open:
             logger.warning("%d requests did not finish in time and fail", self._frontend.client.num_open)
         self._frontend.client.fail(SHUTTING_DOWN)
+        self._exit()
+
+    async def _end_connections(self, deadline: float) -> None:
+        """Accept no more connections, and let each end after its next response, until the deadline. None is closed
+        while a client may be sending a request.
+        """
+        for server in self._http.servers:
+            server.close()
+        last: list[tuple[bytes, bytes]] = [(b"connection", b"close")]
+        self._http.config.encoded_headers = [*self._http.config.encoded_headers, *last]
+        self._http.server_state.default_headers = [*self._http.server_state.default_headers, *last]
+        connecting = self._loop.time() + _HANDSHAKE_SECONDS * (self._http.config.ssl is not None)
+        await asyncio.sleep(_POLL_SECONDS)
+        while self._loop.time() < min(deadline, connecting) or self._http.server_state.connections:
+            if self._loop.time() >= deadline:
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _exit(self) -> None:
         self._http.should_exit = True
+        self._may_accept.set()
 
 
 async def _serve(args: ApiProcessArgs, connection: SupervisorConnection) -> int:

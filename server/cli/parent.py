@@ -37,6 +37,7 @@ from quire.engine.protocol.supervision import (
     Shutdown,
 )
 from quire.server.cli.listen import address
+from quire.server.cli.takeover import Offer, Predecessor
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
 from quire.server.config.server_options import ServerOptions
@@ -66,6 +67,8 @@ class ApiProcessArgs:
     process_info: ApiProcessInfo
     listener: int
     """File descriptor of the inherited socket."""
+    has_predecessor: bool
+    """Whether another server accepts connections until this one can answer."""
     states: tuple[EngineState, ...]
     """The present state of the engine."""
 
@@ -130,12 +133,19 @@ class Server:
         listener: socket.socket,
         seconds: dict[str, float],
         hosts: DPCoordinator,
+        predecessor: Predecessor | None = None,
     ) -> None:
-        """Start all processes. `seconds` are the durations of earlier phases of the start-up."""
+        """Start all processes. `seconds` are the durations of earlier phases of the start-up. A `predecessor` serves
+        until this one is ready.
+        """
         self.failure: Failed | None = None
         """The reason why no API process can be started."""
         self._config, self._options, self._names, self._listener = config, options, names, listener
         self._seconds = seconds
+        self._predecessor = predecessor
+        self._offer: Offer | None = None
+        self._has_successor = False
+        """Whether another server accepts new connections."""
         self._service = ServiceManager()
         self._service.notify(f"STATUS=loading {names[0]}")
         self._signals: list[int] = []
@@ -158,6 +168,8 @@ class Server:
         signal.signal(signal.SIGHUP, lambda number, frame: self.manager.supervisor.call(self._reload))
         for each in self._api_processes:
             self.manager.supervisor.add(each)
+        if predecessor is None:
+            self._offer = Offer(listener, self._on_taken)
 
     def start_api_process(self, index: int) -> Process:
         """Start an API process."""
@@ -168,6 +180,7 @@ class Server:
             names=self._names,
             process_info=manager.process_info(index),
             listener=self._listener.fileno(),
+            has_predecessor=self._predecessor is not None,
             states=(*manager.states.values(), *([] if manager.failure is None else [manager.failure])),
         )
         return start_process("quire.server.cli.api_process", args, pass_fds=(self._listener.fileno(),))
@@ -198,16 +211,21 @@ class Server:
         try:
             self.manager.run(lambda: self._is_started or self._is_over)
             if not self._is_over:
+                if self._predecessor is not None:
+                    self._predecessor.end()
+                    self._predecessor, self._offer = None, Offer(self._listener, self._on_taken)
                 self._report_started()
                 self.manager.run(lambda: self._is_over)
                 if self.manager.failure is not None:  # /health reports it for a while
                     until = time.monotonic() + _FAILURE_SECONDS
                     self.manager.run(lambda: time.monotonic() > until or bool(self._signals))
-            if self._signals:
+            if self._signals or self._has_successor:
                 self._drain()
                 return 0
             return self._report_failure()
         finally:
+            if self._offer is not None:
+                self._offer.close()
             self._stop_api_processes(Shutdown(), _EXIT_SECONDS)
             self.manager.close("" if self.failure is None else self.failure.reason)
 
@@ -237,7 +255,9 @@ class Server:
 
     @property
     def _is_over(self) -> bool:
-        return bool(self._signals) or self.failure is not None or self.manager.failure is not None
+        return (
+            bool(self._signals) or self._has_successor or self.failure is not None or self.manager.failure is not None
+        )
 
     def _report_started(self) -> None:
         first = self._api_processes[0].seconds or {}
@@ -268,6 +288,14 @@ class Server:
         for each in self._api_processes:
             each.send(state)
 
+    def _on_taken(self) -> None:
+        """Called from a thread."""
+
+        def handle() -> None:
+            self._has_successor = True
+
+        self.manager.supervisor.call(handle)
+
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals.append(number)
         self._wake()
@@ -276,12 +304,12 @@ class Server:
 
     def _drain(self) -> None:
         """Let running requests finish, for as long as the options allow."""
-        seconds = self._options.drain_seconds(is_interrupt=self._signals[0] == signal.SIGINT)
-        logger.info("shutting down")
+        seconds = self._options.drain_seconds(is_interrupt=self._signals[:1] == [signal.SIGINT])
+        logger.info("%sshutting down", "another server has taken over; " * self._has_successor)
         microseconds = round((seconds + _STOP_SECONDS) * 1e6)
         status = f"STATUS=shutting down; running requests have {seconds:g} s"
         self._service.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={microseconds}", status)
-        self._stop_api_processes(Drain(seconds), seconds + _EXIT_SECONDS)
+        self._stop_api_processes(Drain(seconds, self._has_successor), seconds + _EXIT_SECONDS)
 
     def _check_signals(self) -> None:
         """End at once after a second signal."""

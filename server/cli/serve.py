@@ -103,13 +103,14 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
             ApiKeys.load(server)
             name = DEMO_NAME if options.model == EngineOptions.model else options.model
             current_process.set_name("quire-serve")
-            listener = stack.enter_context(listen(server))
+            listener, predecessor = stack.enter_context(listen(server))
             config = ray_cluster.resolve(options)
             log.print_text(plan_text(config))
             fetch_weights(options, config)
             seconds["resolve"] = time.monotonic() - begun
             hosts = connect_hosts(config, server.api_server_count)
-            running = Server(config, server, server.served_model_name or (name,), listener, seconds, hosts)
+            names = server.served_model_name or (name,)
+            running = Server(config, server, names, listener, seconds, hosts, predecessor)
         return running.run()
 
 

@@ -143,6 +143,11 @@ class HttpOptions:
     host: str = flag("127.0.0.1", "address to listen on (0.0.0.0: all)", is_common=True)
     port: int = flag(8000, "port to listen on (0: any free port; the log shows it)", is_common=True)
     uds: str | None = flag(None, "Unix domain socket to listen on, instead of host and port", metavar="PATH")
+    takeover: bool = flag(
+        False,
+        "take over --host and --port (or --uds) from the server that runs there, without a gap: once this one is ready "
+        "it accepts all new connections, and the other one drains and exits; both models are in memory meanwhile",
+    )
     root_path: str = flag("", "path prefix that a reverse proxy adds to every route, such as /llm", metavar="PATH")
     api_server_count: int = flag(1, "API processes, which share the port and the engine", short="-asc")
     headless: bool = flag(
@@ -354,6 +359,10 @@ class ServerOptions(  # in reverse, as for `EngineOptions`
             raise ConfigError(f"--max-restarts {self.max_restarts}: must be at least 0")
         if self.api_server_count < 1:
             raise ConfigError(f"--api-server-count {self.api_server_count}: must be at least 1")
+        if self.takeover and self.headless:
+            raise ConfigError("--takeover with --headless: only the host with the API can be taken over; omit it")
+        if self.takeover and self.port == 0 and self.uds is None:
+            raise ConfigError("--takeover with --port 0: give the port of the running server")
         if self.auto and self.headless:
             raise ConfigError("--auto with --headless: all hosts need the same layout; omit it, and give -tp, -pp, -dp")
         free = free_host_memory()

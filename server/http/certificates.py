@@ -26,7 +26,7 @@ class Certificates:
         self._newest = self._options.tls_context()
         return "new connections get this certificate"
 
-    def _choose(self, connection: ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Called with each client's first message, whether or not it names a server. The settings change as a whole:
         reading the files into `context` would leave it without a key if that does not match.
         """

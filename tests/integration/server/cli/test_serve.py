@@ -13,7 +13,9 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -28,6 +30,7 @@ from quire.server.cli.main import build_parser, main
 from quire.server.cli.serve_options import read_options
 from quire.server.config.flags import add_flags
 from quire.server.config.server_options import ServerOptions
+from tests.fakes.api_server import TLS
 from tests.fakes.tokenizers import write_slow_files
 
 FLAGS = """
@@ -46,14 +49,15 @@ FLAGS = """
 --max-restarts --metrics-key --model-impl --nnodes --no-access-log --no-allow-credentials --no-auto
 --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-eplb --no-enable-expert-parallel
 --no-enable-per-request-metrics --no-enable-prefix-caching --no-enforce-eager --no-headless --no-log-prompts
---no-public-metrics --no-restart --no-strict-parameters --no-trust-remote-code --no-trust-request-chat-template
---no-trust-weights --no-ui --no-vllm-metrics --node-rank --num-redundant-experts --optimize --otlp-traces-endpoint
---override-generation-config --packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --public-metrics
---quantization --reasoning-parser --request-timeout --restart --revision --root-path --runner --scheduling-policy --seed
---served-model-name --shutdown-timeout --spec-method --spec-model --spec-tokens --speculative-config --ssl-ca-certs
---ssl-cert-reqs --ssl-certfile --ssl-keyfile --strict-parameters --tensor-parallel-size --timeout-keep-alive --tokenizer
---tool-call-parser --torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui
---vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
+--no-public-metrics --no-restart --no-strict-parameters --no-takeover --no-trust-remote-code
+--no-trust-request-chat-template --no-trust-weights --no-ui --no-vllm-metrics --node-rank --num-redundant-experts
+--optimize --otlp-traces-endpoint --override-generation-config --packed-cache --pipeline-layer-partition
+--pipeline-parallel-size --port --public-metrics --quantization --reasoning-parser --request-timeout --restart
+--revision --root-path --runner --scheduling-policy --seed --served-model-name --shutdown-timeout --spec-method
+--spec-model --spec-tokens --speculative-config --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
+--strict-parameters --takeover --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser
+--torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui --vllm-metrics
+--watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
 """
 
 RUN = """
@@ -513,6 +517,50 @@ def test_unix_socket(model_folder: Path, tmp_path: Path) -> None:
             assert client.get("http://quire/health").json() == {"status": "ok"}
         process.kill()
     assert path.exists()
+
+
+def test_takeover_leaves_no_gap(model_folder: Path, free_port: int) -> None:
+    """For new connections, streams, and a connection that stays; a successor that fails disturbs none of them."""
+    url, flags = f"http://127.0.0.1:{free_port}", ("--port", str(free_port), "--takeover", "--served-model-name")
+    body = {"prompt": "hello", "max_tokens": 50, "ignore_eos": True, "stream": True}
+    answers: list[str] = []
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            response = httpx.post(f"{url}/v1/completions", json=body, timeout=60, verify=TLS)
+            assert response.text.endswith("data: [DONE]\n\n"), response.text
+            answers.append(json.loads(response.text.split("\n")[0].removeprefix("data: "))["model"])
+
+    with (
+        running(model_folder, *flags, "old", mode="slow") as (old, address),
+        ThreadPoolExecutor(2) as pool,
+        httpx.Client(base_url=url, timeout=60, limits=httpx.Limits(keepalive_expiry=None)) as lasting,
+    ):
+        assert address == url
+        asking = [pool.submit(ask) for _ in range(2)]
+        try:
+            with running(model_folder, *flags, "failing", mode="dead") as (failing, err):
+                assert failing.wait() == 1
+            assert "the weights do not fit" in err
+            seen = [(lasting.get("/v1/models").json()["data"][0]["id"], "")]
+            with running(model_folder, *flags, "new") as (_, address):
+                assert address == url
+                while seen[-1][0] != "new":
+                    response = lasting.get("/v1/models")
+                    seen.append((response.json()["data"][0]["id"], response.headers.get("connection", "")))
+                assert old.wait(60) == 0
+                num_before = len(answers)
+                while len(answers) < num_before + 4 and not any(each.done() for each in asking):
+                    lasting.get("/health")
+                is_over.set()
+                for each in asking:
+                    each.result()
+        finally:
+            is_over.set()
+    assert seen[-2:] == [("old", "close"), ("new", "")], "the old server has said that this answer is its last"
+    assert set(answers) == {"old", "new"}
+    assert answers[-2:] == ["new", "new"]
 
 
 def children(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:

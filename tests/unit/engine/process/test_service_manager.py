@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_signs_of_life_come_twice_as_often_as_needed(
     if mine is not None:  # some managers do not name the process
         monkeypatch.setenv("WATCHDOG_PID", str(os.getpid() + (not mine)))
     now = 1000.0
-    monkeypatch.setattr(service_manager.time, "monotonic", lambda: now)
+    monkeypatch.setattr(service_manager, "time", SimpleNamespace(monotonic=lambda: now))
     manager.settimeout(0.0)
     service, beats = ServiceManager(), []
     for _ in range(31):

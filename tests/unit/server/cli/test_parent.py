@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from quire.engine.process import log, supervisor
+from quire.engine.process.service_manager import ServiceManager
 from quire.engine.process.supervisor import Supervisor
 from quire.engine.protocol.supervision import (
     Drain,
@@ -29,6 +30,7 @@ from quire.engine.protocol.supervision import (
     ToProcess,
 )
 from quire.server.cli import parent
+from quire.server.cli.takeover import Predecessor
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.metrics import Metrics
 from quire.server.config.server_options import ServerOptions
@@ -242,8 +244,8 @@ def test_sighup_lets_every_process_read_its_files_again(
 
 def test_a_service_manager_hears_how_the_server_is(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
-    monkeypatch.setattr(parent.ServiceManager, "notify", lambda service, *assignments: sent.extend(assignments))
-    monkeypatch.setattr(parent.ServiceManager, "beat", lambda service: sent.append("WATCHDOG=1"))
+    monkeypatch.setattr(ServiceManager, "notify", lambda service, *assignments: sent.extend(assignments))
+    monkeypatch.setattr(ServiceManager, "beat", lambda service: sent.append("WATCHDOG=1"))
 
     def on_start(process: ApiProcess) -> None:
         polls = itertools.count()
@@ -272,6 +274,19 @@ def test_a_service_manager_hears_how_the_server_is(play: Play, monkeypatch: pyte
     ]
     assert told[-1].startswith("STATUS=shutting down")
     assert sent[-1] == "WATCHDOG=1", "while it drains, too"
+
+
+def test_it_drains_for_a_successor(play: Play) -> None:
+    def take_over() -> None:
+        predecessor = Predecessor.find(play._listener.getsockname())
+        assert predecessor is not None
+        predecessor.end()
+        predecessor.listener.close()
+
+    play.on_start = lambda process: setattr(process, "on_poll", after(5, take_over, process))
+    assert play.server().run() == 0
+    (process,) = play.started
+    assert process.messages == [Drain(DRAIN_SECONDS, has_successor=True)]
 
 
 def test_a_second_signal_kills_what_does_not_end(play: Play) -> None:
