@@ -372,9 +372,24 @@ class EngineClient:
         return bool(self._awaited)
 
     @property
-    def is_up(self) -> bool:
-        """Whether a replica is up."""
-        return not self._failed.done() and not self._is_loading and bool(self._live_replicas())
+    def problem(self) -> tuple[str, str] | None:
+        """Why new requests would not run at once: a state, and its reason. None: a replica is up and responds."""
+        if self._failed.done():
+            return "failed", str(self._failed.result())
+        replicas = self.replicas
+        up = [each for each in replicas if each.state == "up"]
+        if self._is_loading:
+            count = f": {len(up)} of {len(replicas)} replicas are up" * (len(replicas) > 1)
+            return "loading", f"the model is still loading{count}"
+        if up:
+            return None
+        for state in ("unresponsive", "restarting", "loading", "draining", "dead"):
+            if found := [each for each in replicas if each.state == state]:
+                reasons = (
+                    f"replica {each.index} is {state}" + f": {each.reason}" * bool(each.reason) for each in found
+                )
+                return state, "; ".join(reasons)
+        return "unavailable", "there are no replicas"
 
     def update(self, state: EngineState) -> None:
         """Handle a change that the supervisor reports. Unknown replicas are ignored."""

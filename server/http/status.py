@@ -36,10 +36,13 @@ async def live() -> Response:
 
 @router.get("/health/ready")
 async def ready(state: AppState) -> Response:
-    """Check whether new requests should be sent here: 503 while the engine is loading, restarting or shutting down."""
-    if state.frontend.is_ready:
+    """Check whether new requests should be sent here: 503 while the server is loading, restarting, unresponsive,
+    draining or has failed, with this word as its status, and the reason.
+    """
+    if (problem := state.frontend.problem) is None:
         return json_response({"status": "ok"})
-    return json_response({"status": "unavailable"}, 503)
+    status, reason = problem
+    return json_response({"status": status, "reason": reason}, 503)
 
 
 @router.get("/metrics", dependencies=[MetricsReader])

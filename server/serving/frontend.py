@@ -206,9 +206,12 @@ class Frontend:
         return processor
 
     @property
-    def is_ready(self) -> bool:
-        """Whether new requests are accepted, and a replica is up."""
-        return not self.is_draining and self._loading.done() and self.client.is_up
+    def problem(self) -> tuple[str, str] | None:
+        """Why new requests should be sent elsewhere: a state, and its reason. None: they run here at once."""
+        if self.is_draining:
+            return "draining", SHUTTING_DOWN
+        found = self.client.problem
+        return found if found is not None or self._loading.done() else ("loading", "the tokenizer is still loading")
 
     async def resize(self, count: int, drain_seconds: float) -> None:
         """Change the number of replicas (see `EngineManager.resize`), without waiting for replicas that start or drain.

@@ -79,7 +79,7 @@ async def numbers(state: AppState, request: Request) -> Response:
             "time": time.time(),
             "monotonic": time.monotonic(),
             "created": state.created,
-            "status": "draining" if frontend.is_draining else "ready" if frontend.is_ready else "unavailable",
+            "status": "draining" if frontend.is_draining else "ready" if frontend.problem is None else "unavailable",
             "max_model_len": model.max_model_len,
             "generates": model.pooling is None,
             "tensor_parallel_size": parallel.tensor_parallel_size,

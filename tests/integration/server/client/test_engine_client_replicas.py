@@ -293,7 +293,7 @@ async def test_requests_wait_while_the_only_replica_restarts(tmp_path: Path) -> 
         core.tell(EngineCoreOutput("a", [7]))
         await engine.lost(core, "rank 0 was killed", returns=True)
         engine.client.check()
-        assert not engine.client.is_up
+        assert engine.client.problem == ("restarting", "replica 0 is restarting: rank 0 was killed")
         with pytest.raises(EngineUnavailable, match="the engine is restarting"):
             await engine.client.probe()
         late, aborted = engine.submit("b", [2]), engine.submit("c", [3])
@@ -474,10 +474,11 @@ async def test_requests_that_have_not_run_yet_are_not_suspected(tmp_path: Path) 
 async def test_an_api_process_that_starts_while_a_replica_is_lost_is_ready(tmp_path: Path, lost: int) -> None:
     client = EngineClient(endpoints(tmp_path, 2), Metrics("m"))
     try:
+        assert client.problem == ("loading", "the model is still loading: 0 of 2 replicas are up")
         for number in range(2):
             client.update(ReplicaLost(number, "gone", returns=False) if number == lost else ReplicaUp(number, 1))
         assert (await client.ready()).replica == 1 - lost
-        assert client.is_up
+        assert client.problem is None
     finally:
         await client.close()
 
@@ -561,7 +562,7 @@ async def test_a_new_api_process_accepts_requests_while_the_engine_restarts(tmp_
             client.submit([("early", [1], LONG)])
         client.update(ReplicaLost(0, "killed", returns=True))
         stream = client.submit([("a", [1], LONG)])
-        assert not client.is_up
+        assert client.problem is not None
         client.update(ReplicaUp(0, core.incarnation))
         await core.hear(Join)
         assert (await core.hear(EngineCoreRequest)).request_id == "a"

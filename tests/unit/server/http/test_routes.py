@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.stats import EngineStats
-from quire.engine.protocol.supervision import ReplicaStarting, ReplicaUp
+from quire.engine.protocol.supervision import EngineFailed, ReplicaLost, ReplicaStarting, ReplicaUp
 from quire.server.app import create_app
 from quire.server.config.server_options import ServerOptions
 from quire.server.http import sagemaker_vertex
@@ -165,6 +165,37 @@ async def test_a_model_by_its_name(config: EngineConfig, core_mode: Callable[[st
         for path in ("/tokenize", "/detokenize"):
             body = {"model": "org", "prompt": "a"} if path == "/tokenize" else {"model": "org", "tokens": []}
             assert (await post(server, path, body, 404))["error"]["code"] == "model_not_found"
+
+
+# --- health ---------------------------------------------------------------------------------------------------
+
+
+async def test_readiness_says_why(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    core_mode("loading")
+    async with run_server(config, wait=False) as server:
+        frontend, ready = server.frontend, "/health/ready"
+
+        async def reported() -> tuple[int, str, str]:
+            response = await server.http.get(ready)
+            body = response.json()
+            assert response.status_code == 200 or set(body) == {"status", "reason"}
+            return response.status_code, body["status"], body.get("reason", "")
+
+        await frontend.loaded()
+        assert await reported() == (503, "loading", "the model is still loading")
+        frontend.update(ReplicaLost(0, "rank 1 was killed by SIGKILL", returns=True))
+        assert await reported() == (503, "restarting", "replica 0 is restarting: rank 1 was killed by SIGKILL")
+        frontend.update(ReplicaUp(0, incarnation=7))
+        assert await reported() == (200, "ok", "")
+        frontend.client._replicas[0].has_failed_probe = True
+        assert await reported() == (503, "unresponsive", "replica 0 is unresponsive")
+        frontend.update(ReplicaLost(0, "gone", returns=False))
+        assert await reported() == (503, "dead", "replica 0 is dead: gone")
+        frontend.is_draining = True
+        assert await reported() == (503, "draining", "the server is shutting down")
+        frontend.is_draining = False
+        frontend.update(EngineFailed("the weights do not fit"))
+        assert await reported() == (503, "failed", "the weights do not fit")
 
 
 # --- clouds ---------------------------------------------------------------------------------------------------
