@@ -56,7 +56,7 @@ from quire.engine.protocol.stats import EngineStats, ExpertLoad
 from quire.engine.protocol.supervision import Failed, Ready, Reload, SetLogLevel, Shutdown
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
-from quire.engine.scheduler.structured_output import StartedGrammar
+from quire.engine.scheduler.structured_output import StartedGrammar, reject
 
 logger = logging.getLogger("quire.engine.core.engine_core")
 
@@ -89,10 +89,10 @@ class RankEnded:
 
 @dataclass(frozen=True)
 class GrammarCompiled:
-    """Sent to the loop by the thread that compiled a request's grammar: the grammar, or an error message."""
+    """Sent to the loop by the thread that compiled a request's grammar: the grammar, or the error that ends it."""
 
     request: EngineCoreRequest
-    grammar: StartedGrammar | str
+    grammar: StartedGrammar | EngineCoreOutput
 
 
 Inbound = ToCore | GrammarCompiled | RankEnded | SetLogLevel | Shutdown | Exception
@@ -347,31 +347,30 @@ class EngineCore:
             case Exception():
                 raise message
 
-    def add(self, request: EngineCoreRequest, grammar: StartedGrammar | str | None = None) -> None:
-        """Add a request to the scheduler. `grammar` is the started grammar, or an error that ends the request."""
-        if isinstance(grammar, str):
-            rejection: EngineCoreOutput | None = EngineCoreOutput(
-                request.request_id, [], finish_reason="error", error=grammar
-            )
-        else:
-            rejection = self.scheduler.add(request, grammar)
+    def add(self, request: EngineCoreRequest, grammar: StartedGrammar | EngineCoreOutput | None = None) -> None:
+        """Add a request to the scheduler. `grammar` is the started grammar, or the error that ends the request."""
+        rejection = grammar if isinstance(grammar, EngineCoreOutput) else self.scheduler.add(request, grammar)
         if rejection is not None:
             self.add_output(request.client, rejection)
 
     def compile(self, request: EngineCoreRequest) -> None:
         """Compile a request's grammar in a thread; other requests keep running."""
         start_grammar, inbox = self.scheduler.start_grammar, self.io.inbox
+        failed = EngineCoreOutput(request.request_id, [], finish_reason="error")
         if request.request_id in self.compiling:
-            return self.add(request, f"request id {request.request_id!r} is in use")
+            failed.error = f"request id {request.request_id!r} is in use"
+            return self.add(request, failed)
         self.compiling[request.request_id] = request
 
         def work() -> None:
             try:
                 inbox.put(GrammarCompiled(request, start_grammar(request)))
             except GrammarError as error:
-                inbox.put(GrammarCompiled(request, f"structured output: {error}"))
+                reject(failed, error)
+                inbox.put(GrammarCompiled(request, failed))
             except BaseException as error:  # the client waits for an answer
-                inbox.put(GrammarCompiled(request, f"structured output: {type(error).__name__}: {error}"))
+                failed.error = f"structured output: {type(error).__name__}: {error}"
+                inbox.put(GrammarCompiled(request, failed))
 
         self._compile_pool.submit(work)
 

@@ -114,6 +114,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     num_accepted_tokens: int = 0
     """Accepted draft tokens of the row that gave this output."""
     num_rejected_tokens: int = 0
+    is_invalid: bool = False
+    """With `error`: the request itself is its cause, such as a grammar that allows no next token."""
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):

@@ -162,7 +162,7 @@ class StructuredOutputManager:
                 request.mask = grammar.mask_row(mask, request.core_request.params, known)
                 insert(self.ready, request)
             except GrammarError as error:
-                output.finish_reason, output.error = "error", f"structured output: {error}"
+                reject(output, error)
         return outputs
 
     def _advance(self, request: Request, grammar: Grammar, arrived: _Arrived) -> EngineCoreOutput:
@@ -180,7 +180,7 @@ class StructuredOutputManager:
                 request.unsent_to_workers += forced
                 output.token_ids += forced
         except GrammarError as error:
-            output.finish_reason, output.error = "error", f"structured output: {error}"
+            reject(output, error)
         else:
             if grammar.is_complete:
                 output.finish_reason = "stop"
@@ -197,6 +197,11 @@ class StructuredOutputManager:
         assert all(request.num_pending_tokens for request in (*self.ready, *self._arrived))
         assert all(r.last_step > done and r.num_computed_tokens == len(r.token_ids) for r in self._in_flight)
         assert all(request.last_step <= done for request in self._arrived)
+
+
+def reject(output: EngineCoreOutput, error: GrammarError) -> None:
+    """End a request whose grammar cannot be enforced any further."""
+    output.finish_reason, output.error, output.is_invalid = "error", f"structured output: {error}", True
 
 
 def _force(grammar: Grammar, params: SamplingParams, room: int, stops: frozenset[int]) -> list[int]:

@@ -25,6 +25,10 @@ class RequestFailed(RuntimeError):
     """The engine aborted one request; others are not affected."""
 
 
+class RequestInvalid(RequestFailed):
+    """A part of the request proved to be invalid while it ran, such as its grammar."""
+
+
 class RequestTimedOut(RequestFailed):
     """The request has reached its time limit."""
 
@@ -113,7 +117,8 @@ class OutputStream:
         """Add an output; the client calls this in order of arrival. An error ends the stream."""
         if output.finish_reason in ("error", "abort"):
             self._open.discard(output.request_id)
-            self._end(RequestFailed(output.error or "the engine aborted the request"))
+            kind = RequestInvalid if output.is_invalid else RequestFailed
+            self._end(kind(output.error or "the engine aborted the request"))
             return
         earlier = self._unread.get(output.request_id)
         if earlier is None:

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.client.engine_client import QueueFull
 from quire.server.client.fair_share import Overloaded
-from quire.server.client.output_stream import EngineUnavailable, RequestFailed, RequestTimedOut
+from quire.server.client.output_stream import EngineUnavailable, RequestFailed, RequestInvalid, RequestTimedOut
 from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
 from quire.server.text.inputs import ContextLengthExceeded
@@ -131,6 +131,8 @@ def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 429, error_object(str(error), "rate_limit_error", code="queue_full")
         case RequestTimedOut():
             return 504, error_object(str(error), "server_error", code="request_timeout")
+        case RequestInvalid():
+            return 400, error_object(str(error), "invalid_request_error")
         case RequestFailed():
             return 500, error_object(str(error), "server_error", code="request_failed")
         case ApiError():
@@ -146,7 +148,7 @@ def _reason(error: Exception, status: int, code: str | None) -> str:
     match error:
         case EngineUnavailable():
             return error.reason
-        case RequestFailed() if not isinstance(error, RequestTimedOut):
+        case RequestFailed() if not isinstance(error, RequestTimedOut | RequestInvalid):
             return "failed"
         case _ if code in ("body_too_large", "context_length_exceeded"):
             return "too_large"

@@ -24,6 +24,7 @@ from quire.server.http.content_blocks import (
     ContentBlocks,
     ScoredToken,
 )
+from quire.server.http.errors import describe
 from quire.server.http.response import named_event, part
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import ServedModel
@@ -107,7 +108,9 @@ class ResponseFormatter:
                     await send(part(events))
             self._complete()
         except (RequestFailed, EngineUnavailable) as error:
-            self._fields["error"] = {"code": "server_error", "message": str(error)}
+            status, _ = describe(error)
+            code = "server_error" if status >= 500 else "invalid_prompt"
+            self._fields["error"] = {"code": code, "message": str(error)}
             self._end("failed")
         except asyncio.CancelledError:
             if self._status != "cancelled":  # the client has disconnected

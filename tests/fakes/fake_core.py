@@ -21,6 +21,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 import msgspec
 import zmq
@@ -59,6 +60,8 @@ from tests.fakes.outputs import prompt_logprobs
 MAX_MODEL_LEN = 128
 EOS = 2
 DIE, VANISH, FAIL, HANG, MUTE = range(3, 8)
+FAILURE: dict[str, Any] = {"error": "the KV cache is too small"}
+"""How requests fail."""
 
 
 class CoreThread(threading.Thread):
@@ -269,7 +272,7 @@ class FakeCore:
             case int() if command == VANISH:
                 sys.exit(3)
             case int() if command == FAIL:
-                yield EngineCoreOutput(request_id, [], finish_reason="error", error="the KV cache is too small")
+                yield EngineCoreOutput(request_id, [], finish_reason="error", **FAILURE)
             case int() if command == HANG:
                 while True:
                     yield EngineCoreOutput(request_id, [])

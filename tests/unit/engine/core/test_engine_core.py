@@ -363,6 +363,30 @@ def test_grammars_that_take_long_leave_room_for_others(monkeypatch: pytest.Monke
     assert message.request is quick
 
 
+@pytest.mark.parametrize(
+    ("error", "text", "is_invalid"),
+    [
+        (GrammarError("it allows no first token"), "structured output: it allows no first token", True),
+        (OSError("no file"), "structured output: OSError: no file", False),
+    ],
+)
+def test_a_grammar_that_cannot_be_compiled_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, text: str, is_invalid: bool
+) -> None:
+    core = core_with({}, [])
+
+    def compile(outputs: StructuredOutputs) -> object:
+        raise error
+
+    monkeypatch.setattr(core.scheduler.grammars, "compile", compile)
+    monkeypatch.setattr(core._compile_pool, "submit", lambda work: work())
+    core.handle(structured("a"))
+    core.handle(core.io.inbox.get(timeout=30))
+    core.send()
+    (output,) = wire_of(core).outputs(0, "a")
+    assert (output.finish_reason, output.error, output.is_invalid) == ("error", text, is_invalid)
+
+
 def test_a_client_that_joins_again_cancels_its_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_with({}, [])
     monkeypatch.setattr(core._compile_pool, "submit", lambda work: None)

@@ -443,6 +443,7 @@ def test_an_error_ends_its_own_request_alone() -> None:
     outputs = {request.request_id: output for request, output in stage.manager.process(is_idle=False)}
     assert {name: output.finish_reason for name, output in outputs.items()} == {"0": None, "1": "error", "2": None}
     assert outputs["1"].error == "structured output: the grammar is at its end"
+    assert outputs["1"].is_invalid
     assert stage.manager.ready == [stage.requests[0], stage.requests[2]]
 
 
@@ -455,7 +456,9 @@ def test_an_ambiguous_grammar_ends_alone(folder: Path) -> None:
     assert engine.tokens("plain") == continuation([71], 200)
     for at in range(4):
         assert engine.ends(str(at)) == ["error"]
-        assert "structured output: the grammar is too ambiguous" in str(engine.outputs[str(at)][-1].error)
+        last = engine.outputs[str(at)][-1]
+        assert "structured output: the grammar is too ambiguous" in str(last.error)
+        assert last.is_invalid
 
 
 def test_other_requests_are_not_delayed(folder: Path) -> None:

@@ -597,3 +597,25 @@ async def test_a_token_that_the_model_has_no_row_for_is_the_clients_error(
     async with run_server(replace(config, model=replace(config.model, architecture=small))) as server:
         error = await refused(server, "completions", {"prompt": "~~~~ é"})
         assert "not in the model's vocabulary (0 to 99)" in error["message"]
+
+
+async def test_a_grammar_that_fails_at_run_time_is_the_requests_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With status 400; in a stream, and of a response that has begun, as its last event."""
+    error = "structured output: after 3 tokens the grammar allows no token"
+    monkeypatch.setattr(fake_core, "FAILURE", {"error": error, "is_invalid": True})
+    expected = {"message": error, "type": "invalid_request_error", "param": None, "code": None}
+    body = {"prompt": "a<fail>"}
+    response = await server.http.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]) == (400, expected)
+    response = await server.http.post("/v1/completions", json={**body, "stream": True})
+    assert response.status_code == 200
+    assert json.loads(response.text.split("\n\n")[-3].removeprefix("data: "))["error"] == expected
+    response = await server.http.post("/v1/responses", json={"input": "a<fail>", "stream": True})
+    last = json.loads(response.text.strip().rpartition("\ndata: ")[2])
+    assert last["response"]["error"] == {"code": "invalid_prompt", "message": error}
+    lines = server.frontend.metrics.exposition().decode().splitlines()
+    assert [
+        line for line in lines if 'reason="invalid"' in line and line.startswith("quire:") and line.endswith(" 3.0")
+    ]
