@@ -156,6 +156,15 @@ class _Raised:
     detail: str
 
 
+async def check_type(request: Request) -> None:
+    """Raise `ApiError` for a body of another type than JSON, such as `curl -d` sends it."""
+    if (given := request.headers.get("content-type")) and request.headers.get("content-length") != "0":
+        kind = given.partition(";")[0].strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            text = f"the body is not read, as its type is {kind}; send the header Content-Type: application/json"
+            raise ApiError(415, text, "unsupported_media_type")
+
+
 class BodyRoute(APIRoute):
     """A route whose body, a `RequestBody`, is processed elsewhere if it is large."""
 
@@ -183,13 +192,7 @@ class BodyRoute(APIRoute):
             return handle
 
         async def handle_body(request: Request) -> Response:
-            if (given := request.headers.get("content-type")) and request.headers.get("content-length") != "0":
-                kind = given.partition(";")[0].strip().lower()
-                if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-                    text = (
-                        f"the body is not read, as its type is {kind}; send the header Content-Type: application/json"
-                    )
-                    raise ApiError(415, text, "unsupported_media_type")
+            await check_type(request)
             body = _BodyRequest(request, self)
             try:
                 await body.body()  # not by FastAPI, which treats every error as a parsing error

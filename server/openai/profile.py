@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 from typing import IO, Annotated, ClassVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from quire.server.client.profiler import MAX_PROFILE_SECONDS, ProfileConflict
 from quire.server.http.errors import ApiError, json_response
+from quire.server.http.large_bodies import check_type
 from quire.server.http.request_model import ExtraField, RequestModel, hint
 from quire.server.http.roles import AdminOnly, is_local
 from quire.server.http.state import AppState, ServedModel
@@ -39,7 +40,7 @@ class StartProfileRequest(RequestModel):
     """Older releases of `vllm bench serve --profile` send their test request."""
 
 
-@router.post("/start_profile", dependencies=[AdminOnly])
+@router.post("/start_profile", dependencies=[AdminOnly, Depends(check_type)])
 async def start_profile(state: AppState, request: Request, body: StartProfileRequest | None = None) -> Response:
     """Start recording the operations of all ranks, while they serve, with torch's profiler. The body may be empty.
 

@@ -388,6 +388,15 @@ def test_the_type_of_an_error_follows_its_status(status: int, kind: str) -> None
 
 
 async def test_a_body_of_another_type_is_refused_with_the_header_to_send(server: Server) -> None:
+    """On every route that has a body."""
+    paths = (await server.http.get("/openapi.json")).json()["paths"]
+    routes = [path for path, methods in paths.items() if "requestBody" in methods.get("post", {})]
+    assert len(routes) > 15
+    for path in routes:
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        response = await server.http.post(path, content=b'{"model": "m"}', headers=headers)
+        assert response.status_code == 415, path
+        assert "send the header Content-Type: application/json" in response.text, path
     body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
     for kind, status in (
         ("application/x-www-form-urlencoded", 415),  # of `curl -d`
