@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +116,17 @@ def test_where_nobody_runs_it_is_a_plain_start(caplog: pytest.LogCaptureFixture,
 def test_what_cannot_work_is_an_error(options: dict[str, object], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         ServerOptions(takeover=True, **options).check()  # type: ignore[arg-type]
+
+
+def test_a_unix_socket_stays_in_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    with contextlib.ExitStack() as successor:
+        with listen(ServerOptions(uds=str(path))) as (listener, _):
+            offer = Offer(listener, lambda: None)
+            _, predecessor = successor.enter_context(listen(ServerOptions(uds=str(path), takeover=True)))
+            assert predecessor is not None
+            predecessor.end()
+            offer.close()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert not path.exists()
