@@ -133,7 +133,7 @@ def _add_front(
         app.add_middleware(FairShareMiddleware, by=options.fair_share, weights=options.share_weights)
     if keys is not None:
         open_paths = open_paths | {options.root_path + path for path in open_paths}
-        metrics_paths = {"/metrics", f"{options.root_path}/metrics"}
+        metrics_paths = {root + path for root in ("", options.root_path) for path in ("/metrics", *page.NUMBERS)}
         app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=frozenset(open_paths), metrics_paths=metrics_paths)
     if options.allowed_origins is not None:
         app.add_middleware(

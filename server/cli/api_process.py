@@ -12,6 +12,7 @@ import gc
 import logging
 import socket
 import sys
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from quire.engine.protocol.supervision import (
     Shutdown,
 )
 from quire.server.cli.parent import ApiProcessArgs
+from quire.server.client import history
 from quire.server.client.engine_client import SHUTTING_DOWN
 from quire.server.client.output_stream import EngineUnavailable
 from quire.server.config.server_options import ServerOptions
@@ -118,7 +120,7 @@ class ApiProcess:
         self._http, self._state = http_server(self._frontend, options, args.names, self._tracing)
         self._listener = socket.socket(fileno=args.listener)
         self._stopping: asyncio.Task[None] | None = None
-        self._is_restart = bool(args.states)
+        self._is_restart, self._has_page = bool(args.states), options.ui
         self._may_accept = asyncio.Event()
         if not args.has_predecessor:
             self._may_accept.set()
@@ -128,6 +130,8 @@ class ApiProcess:
     async def run(self) -> None:
         """Serve until the supervisor ends it; raises `ConfigError` and others if requests can never be served."""
         self._beat()
+        if self._has_page:
+            self._sample()
         self._loop.add_reader(self._connection, self._receive)
         starting = asyncio.create_task(self._report_ready())
         try:
@@ -165,6 +169,11 @@ class ApiProcess:
     def _beat(self) -> None:
         self._connection.beat()
         self._loop.call_later(HEARTBEAT_SECONDS, self._beat)
+
+    def _sample(self) -> None:
+        """Record what the page shows."""
+        self._loop.call_later(history.SAMPLE_SECONDS, self._sample)
+        self._frontend.history.sample(time.time(), time.monotonic())
 
     def _receive(self) -> None:
         try:

@@ -155,6 +155,13 @@ class EngineClient:
         if self._is_loading:
             raise EngineUnavailable("the model is still loading", "loading")
 
+    def _check_up(self) -> None:
+        """Raise `EngineUnavailable` if requests would wait for a replica."""
+        self.check()
+        if not self._live_replicas():
+            reasons = {replica.reason for replica in self._replicas.values() if replica.reason}
+            raise EngineUnavailable(": ".join(["the engine is restarting", *sorted(reasons)[:1]]))
+
     @property
     def num_open(self) -> int:
         """Number of this process's unfinished requests."""
@@ -195,9 +202,7 @@ class EngineClient:
 
         All live replicas are probed. One that does not answer gets no new requests while there are others.
         """
-        self.check()
-        if not self._live_replicas():
-            raise EngineUnavailable("the engine is restarting")
+        self._check_up()
         asked = [self._start_task(self.calls.probe(self._replicas[number])) for number in self._live_replicas()]
         waiting: set[asyncio.Future[Any]] = {self._failed, *asked}
         while len(waiting) > 1 and not self._failed.done():
@@ -205,9 +210,7 @@ class EngineClient:
             if any(task in done and task.result() for task in asked):
                 return
             waiting.add(self._failed)
-        self.check()
-        if not self._live_replicas():
-            raise EngineUnavailable("the engine is restarting")
+        self._check_up()
         raise EngineUnavailable(f"the engine has not answered for {replica_calls.PROBE_SECONDS:g} seconds")
 
     def submit(
@@ -360,6 +363,7 @@ class EngineClient:
                 num_requests_running=stats.running,
                 num_requests_waiting=stats.waiting,
                 reason=replica.reason,
+                last_death=self._metrics.last_death(number),
             )
             found.append(info)
         return found

@@ -250,10 +250,10 @@ class EngineManager:
                 self._awaited.discard(replica)
                 self.states[replica] = state
                 self.metrics.state(replica, "up")
-            case ReplicaLost(replica):
+            case ReplicaLost(replica, reason):
                 self.states[replica] = state
                 self.metrics.state(replica, "restarting" if state.returns else "dead")
-                self.metrics.count_death(replica)
+                self.metrics.count_death(replica, reason)
             case ReplicaDraining(replica):
                 self.states[replica] = state
                 self.metrics.state(replica, "draining")

@@ -136,12 +136,16 @@ class HttpMetrics:
         return total
 
     @staticmethod
+    def failed(processes: Iterable[HttpMetrics]) -> list[float]:
+        """Return the requests that were refused or have failed, by each of `REASONS`, summed over processes."""
+        return [sum(counts, 0.0) for counts in zip(*(each._reasons.tolist() for each in processes), strict=True)]
+
+    @staticmethod
     def totals(processes: Iterable[HttpMetrics]) -> HttpTotals:
         """Return the sums over processes."""
-        found = HttpTotals(dict.fromkeys(REASONS, 0.0), {}, {}, {})
+        processes = list(processes)
+        found = HttpTotals(dict(zip(REASONS, HttpMetrics.failed(processes), strict=True)), {}, {}, {})
         for each in processes:
-            for reason, count in zip(REASONS, each._reasons, strict=True):
-                found.reasons[reason] += count
             for name, row in each._routes:
                 cells = each._route_cells[row : row + _ROUTE_WIDTH].tolist()
                 _add(found.statuses, name, cells[_STATUSES:_BUCKETS])

@@ -7,10 +7,12 @@ meanwhile, and `prometheus_client.generate_latest` needs several ms for each rep
 from __future__ import annotations
 
 import mmap
+import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, islice
 from struct import Struct
@@ -266,14 +268,38 @@ STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
 SHOWN_STATES = (*STATES[1:], "unresponsive")
 """Values of the label `state`. A replica that is up may be unresponsive."""
 _LIVE = ("up", "draining")
+_DEATH = 64
+"""Cells of the last death of a replica: its time, then the reason as UTF-8, which is cut if it is longer."""
+_PROCESSES = (2 + _DEATH) * MAX_REPLICAS
+"""The place of the values of the processes."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """The death of a replica."""
+
+    time: float
+    """Seconds since 1970."""
+    reason: str
+
+
+def map_table(path: str | None, num_cells: int) -> mmap.mmap:
+    """Map a table of float64 that is the file at `path`, and 0 at first. Without a path, it is this process's own."""
+    size = 8 * num_cells
+    if path is None:
+        return mmap.mmap(-1, size)
+    with open(path, "ab+") as file:
+        file.truncate(size)
+        return mmap.mmap(file.fileno(), size)
 
 
 class Metrics:
     """The metrics of one model, summed over its API processes, for each replica: its number is the label `engine`.
 
-    They are in a table of float64: the file at `path`, which all processes map. First come the state of each replica
-    and the number of its deaths, then the values of each process. The process that is scraped adds them up. The counts
-    of a process survive its death, and its successor continues them. Without a path, this process is the only one.
+    They are in a table of float64: the file at `path`, which all processes map. First come the state of each replica,
+    the number of its deaths, and the last one, then the values of each process. The process that is scraped adds them
+    up. The counts of a process survive its death, and its successor continues them. Without a path, this process is the
+    only one.
     """
 
     def __init__(
@@ -290,19 +316,13 @@ class Metrics:
 
         With `vllm_names`, the metrics that vLLM also has are also exported under its names.
         """
-        size = (2 * MAX_REPLICAS + count * _PER_PROCESS) * 8
-        if path is None:
-            table: mmap.mmap = mmap.mmap(-1, size)
-        else:
-            with open(path, "ab+") as file:
-                file.truncate(size)
-                table = mmap.mmap(file.fileno(), size)
-        self._table = table
-        self._cells = memoryview(table).cast("d")
+        self._table = map_table(path, _PROCESSES + count * _PER_PROCESS)
+        self._cells = memoryview(self._table).cast("d")
         self._states = self._cells[:MAX_REPLICAS]
         """By replica, as places in `STATES` from 1 on; 0: there was never a replica with this number."""
         self._deaths = self._cells[MAX_REPLICAS : 2 * MAX_REPLICAS]
-        self._starts = [2 * MAX_REPLICAS + process * _PER_PROCESS for process in range(count)]
+        self._last_deaths = self._cells[2 * MAX_REPLICAS : _PROCESSES]
+        self._starts = [_PROCESSES + process * _PER_PROCESS for process in range(count)]
         """The start of each process's values."""
         self._own = self._starts[index]
         self._http = [HttpMetrics(self._cells[start + _HTTP : start + _PER_PROCESS]) for start in self._starts]
@@ -338,14 +358,32 @@ class Metrics:
     def state(self, replica: int, state: ReplicaState) -> None:
         """Set the state of a replica; called by the process that supervises it."""
         self._states[replica] = 1 + STATES.index(state)
+        if state == "removed":  # another replica may get its number
+            self._last_deaths[replica * _DEATH] = 0.0
 
     def count_cut(self, process: int) -> int:
         """Count the requests that API process `process` had when it ended, and return their number."""
         return self._http[process].cut()
 
-    def count_death(self, replica: int) -> None:
+    def count_death(self, replica: int, reason: str) -> None:
         """Count the death of a replica; called by the process that supervises it."""
         self._deaths[replica] += 1
+        cells, text = self._last_deaths[replica * _DEATH : (replica + 1) * _DEATH], reason.encode(errors="replace")
+        cells[0] = 0.0  # others read it meanwhile
+        cells.cast("B")[8:] = text[: 8 * (_DEATH - 1)].ljust(8 * (_DEATH - 1), b"\0")
+        cells[0] = time.time()
+
+    def last_death(self, replica: int) -> Death | None:
+        """Return the last death of a replica, if there is one."""
+        cells = self._last_deaths[replica * _DEATH : (replica + 1) * _DEATH]
+        if not (at := cells[0]):
+            return None
+        return Death(at, bytes(cells.cast("B")[8:]).rstrip(b"\0").decode(errors="ignore"))
+
+    @property
+    def states(self) -> dict[int, ReplicaState]:
+        """The states of all replicas, including those that have been removed."""
+        return {replica: STATES[int(place) - 1] for replica, place in enumerate(self._states.tolist()) if place}
 
     def of(self, replica: int) -> EngineStats:
         """Return the newest stats that a replica has sent to any process, without its lists. Nothing runs on one that
@@ -362,6 +400,20 @@ class Metrics:
         """Return one of `HISTOGRAMS`, summed over all processes: the number of values in each bucket, and their sum."""
         return self._sums(replica)[_AT[name]]
 
+    def totals(self, name: str, replicas: Collection[int]) -> list[float]:
+        """Return one of `HISTOGRAMS`, or of `finished` the requests by `FINISH_REASONS`, summed over replicas and all
+        processes.
+        """
+        at, cells = _AT[name], self._cells
+        starts = [start + replica * _PER_REPLICA for start in self._starts for replica in replicas]
+        found = [cells[start + at.start : start + at.stop].tolist() for start in starts]
+        return list(map(sum, zip(*found, strict=True))) if found else [0.0] * (at.stop - at.start)
+
+    @property
+    def failed(self) -> list[float]:
+        """The HTTP requests that were refused or have failed, by each of `http_metrics.REASONS`, of all processes."""
+        return HttpMetrics.failed(self._http)
+
     def _newest(self, replica: int) -> int:
         """The start of a replica's newest stats."""
         at, cells = replica * _PER_REPLICA + _CELLS, self._cells
@@ -377,7 +429,7 @@ class Metrics:
 
         Replicas that have been removed keep their counters and histograms, so that sums over replicas do not fall.
         """
-        states = {replica: STATES[int(place) - 1] for replica, place in enumerate(self._states.tolist()) if place}
+        states = self.states
         known = {replica: self.of(replica) for replica in states}
         present = {replica: stats for replica, stats in known.items() if states[replica] != "removed"}
         for name, kind, meaning, value in ENGINE_METRICS:

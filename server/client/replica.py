@@ -11,6 +11,7 @@ import zmq
 
 from quire.engine.cluster.security import Security, split
 from quire.engine.protocol.engine_core import ToCore
+from quire.server.client.metrics import Death
 
 _RECONNECT_MILLISECONDS = 10
 """Interval between attempts to connect to a core that is starting."""
@@ -33,6 +34,8 @@ class ReplicaInfo:
     num_requests_waiting: int
     reason: str | None
     """The cause of its death, if it is not up."""
+    last_death: Death | None
+    """Its last death, also if it is up again."""
 
 
 class Replica:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from quire.engine.protocol.supervision import LogLevel
-from quire.server.http.errors import ApiError, json_response
+from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.request_body import Admit, RequestBody
-from quire.server.http.roles import AdminOnly, is_local
+from quire.server.http.roles import AdminOrLocal
 from quire.server.http.state import AppState
 
 router = APIRouter(route_class=BodyRoute)
@@ -24,21 +24,14 @@ class LogLevelRequest(RequestBody):
         """Do nothing: it is small."""
 
 
-@router.post("/log_level", dependencies=[AdminOnly])
-async def set_log_level(body: LogLevelRequest, state: AppState, request: Request) -> Response:
+@router.post("/log_level", dependencies=[AdminOrLocal])
+async def set_log_level(body: LogLevelRequest, state: AppState) -> Response:
     """Set the lowest level of log messages to show, in all processes of the server: API processes, engine cores, ranks
     and their parents, on all hosts except those with an API of their own.
 
     It also applies to processes that are started later. Needs an admin key. On a server without keys, clients must be
     on its host, and no web pages.
     """
-    if state.keys is None and not is_local(request):
-        raise ApiError(
-            403,
-            "without keys the log level can be changed only from the server's own host, as localhost, not by web pages "
-            "and not through a proxy: start it with --admin-key or QUIRE_ADMIN_KEY",
-            "admin_key_required",
-        )
     body.check_fields()
     state.frontend.set_log_level(body.level)
     return json_response({"level": body.level})

@@ -24,6 +24,7 @@ from quire.engine.protocol.supervision import EngineState, LogLevel, ReplicaUp
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
+from quire.server.client.history import History
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import EngineUnavailable, OutputStream
 from quire.server.client.profiler import Profiler
@@ -75,6 +76,7 @@ class Frontend:
         self.metrics = Metrics(
             name, process_info.metrics, process_info.index, process_info.count, config=config, vllm_names=vllm_metrics
         )
+        self.history = History(self.metrics, f"{process_info.metrics}-history")
         self.client = EngineClient(
             process_info.endpoints,
             self.metrics,

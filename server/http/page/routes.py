@@ -1,4 +1,4 @@
-"""`/` and `/ui`: a page that shows the engine at work, and a chat. `/ui/state`: the numbers that it shows.
+"""`/` and `/ui`: a page that shows the engine at work, and a chat. `/ui/state`, `/ui/history`: what it shows.
 
 The page needs nothing from outside. With API keys, its files are open, and it asks for a key: the numbers need one.
 """
@@ -16,17 +16,24 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from quire.engine.process import log
+from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.stats import RankStats
-from quire.server.client.metrics import HISTOGRAMS
+from quire.server.client.history import INTERVAL, RankActivity
+from quire.server.client.output_stream import EngineUnavailable
 from quire.server.client.replica import ReplicaInfo
 from quire.server.http import in_process
+from quire.server.http.api_keys import Key
 from quire.server.http.errors import ApiError, json_response
+from quire.server.http.roles import SCOPE_KEY, may_administrate
 from quire.server.http.state import AppState, ServedModel
+from quire.server.serving.frontend import Frontend
 
 router = APIRouter(include_in_schema=False)
 
-_DRAWN = ("time_to_first_token_seconds", "inter_token_latency_seconds")
-"""The drawn ones of `HISTOGRAMS`."""
+NUMBERS = ("/ui/state", "/ui/history")
+"""Paths that metrics keys may read, too. They contain no text of requests."""
+_GPU = ("utilization", "memory_used", "memory_total", "power")
+_MAX_TIME = 1e12
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -68,9 +75,13 @@ async def file(name: str, request: Request) -> Response:
 
 @router.get("/ui/state")
 async def numbers(state: AppState, request: Request) -> Response:
-    """The data that the page draws: counters since the start, gauges, the plan, and the last warnings."""
+    """The present state of the server: counters since the start, gauges, rates of the last seconds, the plan, and the
+    last warnings.
+    """
     frontend = state.frontend
     parallel, model = frontend.config.parallel, frontend.config.model
+    status, reason = frontend.problem or ("ready", None)
+    key: Key | None = request.scope.get(SCOPE_KEY)
     warnings = sorted(log.RECENT.records.copy(), key=lambda each: each.time)
     return json_response(
         {
@@ -79,17 +90,30 @@ async def numbers(state: AppState, request: Request) -> Response:
             "time": time.time(),
             "monotonic": time.monotonic(),
             "created": state.created,
-            "status": "draining" if frontend.is_draining else "ready" if frontend.problem is None else "unavailable",
+            "status": status,
+            "reason": reason,
             "max_model_len": model.max_model_len,
             "generates": model.pooling is None,
+            "capabilities": _capabilities(frontend),
+            "role": None if key is None else key.role,
+            "can_abort": may_administrate(request, state),
             "tensor_parallel_size": parallel.tensor_parallel_size,
             "stages": [[layers.start, layers.stop - 1] for layers in parallel.stages],
             "replicas": [_replica(state, each) for each in frontend.client.replicas],
-            "bounds": {name: HISTOGRAMS[name][1] for name in _DRAWN},
             "plan": state.plan,
             "warnings": [msgspec.structs.asdict(each) for each in warnings[-20:]],
         }
     )
+
+
+@router.get("/ui/history")
+async def history(state: AppState, after: float = 0.0) -> Response:
+    """The last hour, or what of it follows a time: a row every two seconds. Values that are unknown are null."""
+    if not 0 <= after < _MAX_TIME:
+        raise InvalidParameter("after: expected a time in seconds since 1970", "after")
+    now = time.time()
+    columns = state.frontend.history.after(after, now)
+    return json_response({"interval": INTERVAL, "time": now, "columns": columns})
 
 
 class _File(NamedTuple):
@@ -110,21 +134,35 @@ def _files() -> dict[str, _File]:
     return found
 
 
+def _capabilities(frontend: Frontend) -> dict[str, bool]:
+    try:
+        processor = frontend.input_processor
+    except EngineUnavailable:  # the templates tell
+        return {"tools": False, "reasoning": False}
+    return {"tools": processor.tool_format is not None, "reasoning": processor.reasoning_format is not None}
+
+
 def _replica(state: ServedModel, replica: ReplicaInfo) -> dict[str, Any]:
     metrics = state.frontend.metrics
     stats = msgspec.structs.asdict(metrics.of(replica.index))
     del stats["iteration_tokens"], stats["accepted_per_position"]
-    histograms = {name: metrics.histogram(replica.index, name) for name in _DRAWN}
-    ranks = [_rank(each) for each in metrics.rank_stats.get(replica.index, [])]
-    return {**asdict(replica), **stats, "histograms": histograms, "ranks": ranks}
+    activity = state.frontend.history.activity(replica.index)
+    known = metrics.rank_stats.get(replica.index, [])
+    done = activity.ranks if len(activity.ranks) == len(known) else [RankActivity()] * len(known)
+    ranks = [_rank(*each) for each in zip(known, done, strict=True)]
+    return {**asdict(replica), **stats, **activity._asdict(), "ranks": ranks}
 
 
-def _rank(stats: RankStats) -> dict[str, Any]:
-    gpu = stats.usage.gpu if stats.usage else None
+def _rank(stats: RankStats, activity: RankActivity) -> dict[str, Any]:
+    usage = stats.usage
+    gpu = None if usage is None else usage.gpu
     return {
         "busy": stats.busy,
         "waited": stats.waited,
         "steps": stats.steps,
         "is_straggler": stats.is_straggler,
-        "gpu_utilization": gpu.utilization if gpu else None,
+        "cpu_seconds": None if usage is None else usage.cpu_seconds,
+        "resident_bytes": None if usage is None else usage.resident_bytes,
+        **activity._asdict(),
+        "gpu": None if gpu is None else {name: getattr(gpu, name) for name in _GPU},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -240,7 +241,11 @@ def test_a_replica_that_died_runs_nothing_and_counts_anew(tmp_path: Path) -> Non
     first, second = (Metrics("m", path, index, 2) for index in (0, 1))
     second.take(0, EngineStats(running=2, steps=500, generated_tokens=50, started=1))
     first.state(0, "dead")
-    first.count_death(0)
+    before = time.time()
+    first.count_death(0, "rank 3 was killed – out of memory")
+    death = second.last_death(0)
+    assert death is not None
+    assert (before <= death.time <= time.time(), death.reason) == (True, "rank 3 was killed – out of memory")
     found = samples(first)
     assert found["quire:num_requests_running 0"] == 0
     assert found["quire:generation_tokens_total 0"] == 50
@@ -251,3 +256,8 @@ def test_a_replica_that_died_runs_nothing_and_counts_anew(tmp_path: Path) -> Non
     first.state(0, "up")
     assert samples(second)["quire:num_requests_running 0"] == 1
     assert samples(second)["quire:generation_tokens_total 0"] == 3
+    assert second.last_death(0) == death, "as long as the replica exists"
+    first.count_death(0, "é" * 1000)
+    assert second.last_death(0).reason == "é" * 252  # type: ignore[union-attr]
+    first.state(0, "removed")
+    assert second.last_death(0) is second.last_death(1) is None

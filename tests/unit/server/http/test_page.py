@@ -64,20 +64,47 @@ async def test_numbers_are_those_of_the_engine(server: Server) -> None:
     assert (before["model"], before["status"], before["generates"]) == ("echo", "ready", True)
     await server.openai.completions.create(model="echo", prompt="hello", max_tokens=4)
     await server.until_idle()
-    gpu = RankUsage(1.0, 2, 1, GpuUsage(3, 4, utilization=0.5))
-    server.frontend.metrics.rank_stats[0] = [RankStats(10, 3.0, 1.0, True), RankStats(usage=gpu)]
+    gpu, metrics, history = (
+        RankUsage(1.0, 2, 1, GpuUsage(3, 4, utilization=0.5)),
+        server.frontend.metrics,
+        server.frontend.history,
+    )
+    metrics.rank_stats[0] = [RankStats(10, 3.0, 1.0, True), RankStats(usage=gpu)]
+    history.sample(1000.0, 10.0)
+    metrics.rank_stats[0] = [RankStats(30, 6.0, 2.0, True), RankStats(usage=gpu)]
+    history.sample(1004.0, 14.0)
+    metrics.count_death(0, "rank 1 was killed by SIGKILL")
     after = await state(server)
     (replica,) = after["replicas"]
     assert replica["state"] == "up"
     assert replica["generated_tokens"] == server.frontend.metrics.of(0).generated_tokens > 0
+    assert replica["last_death"]["reason"] == "rank 1 was killed by SIGKILL"
+    assert (replica["steps_per_second"], replica["tokens_per_second"], replica["step_seconds"]) == (0.0, 0.0, 0.15)
+    unknown = {"cpu_seconds": None, "resident_bytes": None, "gpu": None}
+    idle = {"busy": 0.0, "waited": 0.0, "steps": 0, "is_straggler": False}
     assert replica["ranks"] == [
-        {"busy": 2.0, "waited": 1.0, "steps": 10, "is_straggler": True, "gpu_utilization": None},
-        {"busy": 0.0, "waited": 0.0, "steps": 0, "is_straggler": False, "gpu_utilization": 0.5},
+        {
+            "busy": 4.0,
+            "waited": 2.0,
+            "steps": 30,
+            "is_straggler": True,
+            "computing": 0.5,
+            "waiting": 0.25,
+            "step_seconds": 0.15,
+            **unknown,
+        },
+        {
+            **idle,
+            "computing": None,
+            "waiting": None,
+            "step_seconds": None,
+            "cpu_seconds": 1.0,
+            "resident_bytes": 2,
+            "gpu": {"utilization": 0.5, "memory_used": 3, "memory_total": 4, "power": None},
+        },
     ]
-    assert set(replica["histograms"]) == set(after["bounds"])
-    for name, bounds in after["bounds"].items():
-        assert len(replica["histograms"][name]) == len(bounds) + 2
-    assert sum(replica["histograms"]["time_to_first_token_seconds"][:-1]) == 1
+    assert after["capabilities"] == {"tools": False, "reasoning": False}
+    assert (after["role"], after["can_abort"], after["reason"]) == (None, True, None)
     assert after["monotonic"] > before["monotonic"]
     assert "tensor parallel" in after["plan"]
 

@@ -331,6 +331,7 @@ async def test_the_replicas_are_listed(server: Server) -> None:
                 "num_requests_running": 0,
                 "num_requests_waiting": 0,
                 "reason": None,
+                "last_death": None,
             }
         ],
     }
