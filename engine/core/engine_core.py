@@ -29,6 +29,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.heartbeats import Heartbeats
 from quire.engine.core.launch import CoreArgs, Endpoints
 from quire.engine.core.profiler import CoreProfiler
+from quire.engine.core.request_list import list_requests
 from quire.engine.core.wave import Wave
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor, StepFuture, WorkerError, step_timeout
@@ -41,9 +42,11 @@ from quire.engine.protocol.engine_core import (
     EngineCoreOutputs,
     EngineCoreRequest,
     Join,
+    ListRequests,
     Probe,
     ProbeReply,
     ReplicaFailed,
+    RequestList,
     StartWave,
     ToCore,
     ToServer,
@@ -329,6 +332,9 @@ class EngineCore:
                 self.outputs.pop(message.client, None)  # the process that they were for has ended
             case Probe():
                 self.probes.append(message)
+            case ListRequests(client, call_id):
+                listed = list_requests(message, self.scheduler.requests.values(), self.compiling.values())
+                self.io.send(client, RequestList(call_id, *listed, self.replica, self.incarnation))
             case StartProfile() | StopProfile():
                 self.profiler.handle(message)
             case StartWave(wave=number):

@@ -43,6 +43,10 @@ class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
     """Weight of the share; the newest request's counts."""
     second_segment: int = 0
     """Encoders with token types: index of the first token of a pair's second text; 0: there is one text."""
+    label: str = ""
+    """Name of the API key, for lists of requests."""
+    arrived: float = 0.0
+    """Time of arrival at the API process, on the monotonic clock of its host, for lists of requests."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True):
@@ -56,6 +60,17 @@ class Probe(msgspec.Struct, tag=True, array_like=True):
 
     client: int
     call_id: int
+
+
+class ListRequests(msgspec.Struct, tag=True, array_like=True):
+    """Ask for the oldest `limit` of the unfinished requests whose ids begin with `prefix`. Answered with `RequestList`
+    between two steps.
+    """
+
+    client: int
+    call_id: int
+    limit: int
+    prefix: str = ""
 
 
 class Join(msgspec.Struct, tag=True, array_like=True):
@@ -81,6 +96,7 @@ ToCore = (
     EngineCoreRequest
     | AbortRequests
     | Probe
+    | ListRequests
     | Join
     | StartWave
     | ReplicaFailed
@@ -151,4 +167,34 @@ class ProbeReply(msgspec.Struct, tag=True, array_like=True):
     incarnation: int = 0
 
 
-ToServer = EngineCoreOutputs | ProbeReply | ProfileReply | ClockReply | TracePiece
+Phase = Literal["waiting", "prefill", "decode", "preempted"]
+
+
+class RequestInfo(msgspec.Struct, array_like=True):
+    """A request that has not finished."""
+
+    request_id: str
+    label: str
+    arrived: float
+    phase: Phase
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    num_output_tokens: int = 0
+    max_tokens: int | None = None
+    """The longest output; None: it is not known yet."""
+
+
+class RequestList(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `ListRequests`."""
+
+    call_id: int
+    requests: list[RequestInfo]
+    """The oldest first."""
+    total: int
+    """Number of all requests that were asked for."""
+    replica: int = 0
+    incarnation: int = 0
+
+
+ToServer = EngineCoreOutputs | ProbeReply | RequestList | ProfileReply | ClockReply | TracePiece

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason, Phase
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.scheduler.grammar import Grammar
 from quire.engine.scheduler.ngram import TokenLookup
@@ -99,6 +99,13 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.core_request.prompt_token_ids)
+
+    @property
+    def phase(self) -> Phase:
+        """What happens to it."""
+        if self.slot is None:
+            return "preempted" if self.preempted_after else "waiting"
+        return "prefill" if self.num_computed_tokens < len(self.token_ids) - 1 else "decode"
 
     @property
     def running_seconds(self) -> float:

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,6 +25,7 @@ from quire.engine.protocol.engine_core import (
     EngineCoreRequest,
     FinishReason,
     Join,
+    RequestInfo,
     ToCore,
     ToServer,
 )
@@ -64,6 +65,17 @@ DATA_PARALLEL_RANK: ContextVar[int | None] = ContextVar("data_parallel_rank", de
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+
+class OpenRequests(NamedTuple):
+    """Unfinished requests."""
+
+    requests: list[tuple[RequestInfo, int | None]]
+    """The oldest ones, and their replicas; None: they wait for one."""
+    total: int
+    """Number of all of them."""
+    silent: list[int]
+    """Replicas that have not answered. Requests of other API processes on these are not known."""
 
 
 class QueueFull(RuntimeError):
@@ -246,6 +258,8 @@ class EngineClient:
                 cache_salt=cache_salt,
                 share=share.key,
                 weight=share.weight,
+                label="" if stream.record is None else stream.record.key,
+                arrived=now,
                 second_segment=second_segments[number] if second_segments else 0,
             )
             running = self._running[request_id] = RunningRequest(stream, now, submit, prompt)
@@ -255,6 +269,38 @@ class EngineClient:
         if (deadline := DEADLINE.get()) is not None:
             stream.end_at(deadline)
         return stream
+
+    async def open_requests(self, limit: int, prefix: str = "") -> OpenRequests:
+        """Return the oldest `limit` unfinished requests, of all API processes, whose engine ids begin with `prefix`.
+
+        Of replicas that do not answer at once, and of requests that wait for a replica, only this process's are known.
+        """
+        present = [replica for replica in self._replicas.values() if replica.state in ("up", "draining")]
+        asked = [each for each in present if not each.is_unresponsive]
+        replies = await asyncio.gather(*(self.calls.list_requests(each, limit, prefix) for each in asked))
+        answers = {reply.replica: reply for reply in replies if reply is not None}
+        own = {
+            request_id: running
+            for request_id, running in self._running.items()
+            if running.replica not in answers and request_id.startswith(prefix)
+        }
+        found = {info.request_id: (info, number) for number, each in answers.items() for info in each.requests}
+        found |= {request_id: (running.info, running.replica) for request_id, running in own.items()}
+        oldest = sorted(found.values(), key=lambda each: each[0].arrived)[:limit]
+        silent = [replica.number for replica in present if replica.number not in answers]
+        return OpenRequests(oldest, sum(each.total for each in answers.values()) + len(own), silent)
+
+    def abort_open(self, requests: Iterable[tuple[str, int | None]]) -> None:
+        """Abort unfinished requests of any API process, given by their engine ids and replicas. Their readers get
+        `RequestAborted`."""
+        others: dict[int, list[str]] = {}
+        for request_id, replica in requests:
+            if (running := self._running.get(request_id)) is not None:
+                running.stream.abort()
+            elif replica in self._replicas:
+                others.setdefault(replica, []).append(request_id)
+        for replica, ids in others.items():
+            self._send(AbortRequests(ids), replica)
 
     def _check_rank(self, rank: int) -> None:
         """Raise an error if the chosen replica is not up."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 REASONS = (
     *("auth", "invalid", "too_large", "not_found", "conflict", "client_timeout", "client_closed"),
     *("queue_full", "overloaded", "loading", "draining", "unavailable"),
-    *("timeout", "failed", "internal", "cut"),
+    *("timeout", "aborted", "failed", "internal", "cut"),
 )
 """Why requests are refused or fail."""
 CUT = 0

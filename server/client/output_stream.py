@@ -29,6 +29,13 @@ class RequestInvalid(RequestFailed):
     """A part of the request proved to be invalid while it ran, such as its grammar."""
 
 
+class RequestAborted(RequestFailed):
+    """Somebody other than its reader has aborted the request."""
+
+    def __init__(self) -> None:
+        super().__init__("the request was aborted")
+
+
 class RequestTimedOut(RequestFailed):
     """The request has reached its time limit."""
 
@@ -93,10 +100,10 @@ class OutputStream:
             self._timer.cancel()
 
     def abort(self) -> None:
-        """Abort the requests that still run; the reader gets `RequestFailed`."""
+        """Abort the requests that still run; the reader gets `RequestAborted`."""
         if self._open:
             self._abort(self._open.copy(), "abort")
-            self.fail(RequestFailed("the request was aborted"))
+            self.fail(RequestAborted())
 
     def end_at(self, deadline: Deadline) -> None:
         """Abort the requests that still run at the deadline; the reader gets `RequestTimedOut`."""
@@ -117,8 +124,11 @@ class OutputStream:
         """Add an output; the client calls this in order of arrival. An error ends the stream."""
         if output.finish_reason in ("error", "abort"):
             self._open.discard(output.request_id)
-            kind = RequestInvalid if output.is_invalid else RequestFailed
-            self._end(kind(output.error or "the engine aborted the request"))
+            if output.finish_reason == "abort":
+                self._end(RequestAborted())
+            else:
+                kind = RequestInvalid if output.is_invalid else RequestFailed
+                self._end(kind(output.error or "the engine failed"))
             return
         earlier = self._unread.get(output.request_id)
         if earlier is None:

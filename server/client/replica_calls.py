@@ -1,4 +1,4 @@
-"""Calls to engine cores that they answer: probes, measurements of clocks, and profiles."""
+"""Calls to engine cores that they answer: probes, lists of requests, measurements of clocks, and profiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from quire.engine.protocol.engine_core import Probe, ProbeReply
+from quire.engine.protocol.engine_core import ListRequests, Probe, ProbeReply, RequestList
 from quire.engine.protocol.profile import (
     Clock,
     ClockPing,
@@ -25,7 +25,9 @@ PROBE_SECONDS = 30.0
 """Timeout of a call. A step can take long, especially on a CPU."""
 _CLOCK_PINGS = 5
 """Measurements of a replica's clock, of which the one with the shortest round trip counts."""
-Reply = ProbeReply | ClockReply | ProfileReply
+_LIST_SECONDS = 1.0
+"""The same for a list of requests, for which a person waits."""
+Reply = ProbeReply | RequestList | ClockReply | ProfileReply
 logger = logging.getLogger(__name__)
 
 
@@ -53,6 +55,16 @@ class ReplicaCalls:
             replica.has_failed_probe = True
             logger.warning("%s has not answered for %g seconds", self._subject(replica.number), PROBE_SECONDS)
         return answer.done() and not answer.cancelled()
+
+    async def list_requests(self, replica: Replica, limit: int, prefix: str) -> RequestList | None:
+        """Return the oldest `limit` requests of a replica whose ids begin with `prefix`; None if it does not answer."""
+        message = ListRequests(self.index, self.next_number(), limit, prefix)
+        answer = await self._call(replica, message, _LIST_SECONDS)
+        if not answer.done() or answer.cancelled():
+            return None
+        reply = answer.result()
+        assert isinstance(reply, RequestList)
+        return reply
 
     async def ask(self, number: int, message: StartProfile | StopProfile) -> str:
         """Return a replica's reply to a call: the error; empty if there is none. Raises `EngineUnavailable`."""
@@ -107,14 +119,17 @@ class ReplicaCalls:
         return replica
 
     async def _call(
-        self, replica: Replica, message: Probe | StartProfile | StopProfile | ClockPing
+        self,
+        replica: Replica,
+        message: Probe | ListRequests | StartProfile | StopProfile | ClockPing,
+        seconds: float | None = None,
     ) -> asyncio.Future[Reply]:
         """Send a message and wait for its reply: the future is done, cancelled if the replica has died, or pending."""
         key = replica.number, message.call_id
         answer = self.waiting[key] = asyncio.get_running_loop().create_future()
         replica.send(message)
         try:
-            await asyncio.wait((answer,), timeout=PROBE_SECONDS)
+            await asyncio.wait((answer,), timeout=seconds or PROBE_SECONDS)
         finally:
             del self.waiting[key]
         return answer

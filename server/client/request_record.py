@@ -20,6 +20,8 @@ class HttpRequestRecord:
     """Why it was refused or failed: one of `http_metrics.REASONS`. Empty: it was not."""
     key: str = ""
     """Name of its API key."""
+    response_id: str = ""
+    """Id of the response, if the engine is asked."""
     is_engine_request: bool = False
     """Whether the engine has worked on it."""
     num_prompt_tokens: int = 0

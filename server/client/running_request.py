@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from quire.engine.protocol.engine_core import EngineCoreRequest, FinishReason
+from quire.engine.protocol.engine_core import EngineCoreRequest, FinishReason, RequestInfo
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import OutputStream
 from quire.server.client.tracing import RequestTimes, SequenceTrace
@@ -73,6 +73,21 @@ class RunningRequest:
     def resume_request(self) -> EngineCoreRequest:
         """Return the request to send to another replica."""
         return msgspec.structs.replace(self.submit, output_token_ids=self.delivered)
+
+    @property
+    def info(self) -> RequestInfo:
+        """Return what this process knows of it."""
+        submit = self.submit
+        return RequestInfo(
+            submit.request_id,
+            submit.label,
+            submit.arrived,
+            "decode" if self.delivered else "waiting",
+            len(submit.prompt_token_ids),
+            self.num_cached_tokens or 0,
+            len(self.delivered),
+            submit.params.max_tokens,
+        )
 
     def finish(self, reason: FinishReason, metrics: Metrics, replica: int, *, is_pooling: bool) -> None:
         """Add the finished request to the metrics of a replica."""

@@ -57,6 +57,7 @@ class AccessLog:
             fields["reason"] = record.reason
         if record.is_engine_request:
             fields |= {
+                "response_id": record.response_id,
                 "prompt_tokens": record.num_prompt_tokens,
                 "cached_tokens": record.num_cached_tokens,
                 "output_tokens": record.num_tokens,

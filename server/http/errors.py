@@ -17,7 +17,13 @@ from starlette.requests import ClientDisconnect
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.client.engine_client import QueueFull
 from quire.server.client.fair_share import Overloaded
-from quire.server.client.output_stream import EngineUnavailable, RequestFailed, RequestInvalid, RequestTimedOut
+from quire.server.client.output_stream import (
+    EngineUnavailable,
+    RequestAborted,
+    RequestFailed,
+    RequestInvalid,
+    RequestTimedOut,
+)
 from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
 from quire.server.text.inputs import ContextLengthExceeded
@@ -133,6 +139,8 @@ def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 504, error_object(str(error), "server_error", code="request_timeout")
         case RequestInvalid():
             return 400, error_object(str(error), "invalid_request_error")
+        case RequestAborted():
+            return 500, error_object(str(error), "server_error", code="request_aborted")
         case RequestFailed():
             return 500, error_object(str(error), "server_error", code="request_failed")
         case ApiError():
@@ -148,6 +156,8 @@ def _reason(error: Exception, status: int, code: str | None) -> str:
     match error:
         case EngineUnavailable():
             return error.reason
+        case RequestAborted():
+            return "aborted"
         case RequestFailed() if not isinstance(error, RequestTimedOut | RequestInvalid):
             return "failed"
         case _ if code in ("body_too_large", "context_length_exceeded"):
@@ -218,7 +228,7 @@ def _headers(error: Exception) -> dict[str, str]:
             return dict(headers or {})
         case QueueFull() | EngineUnavailable() | Overloaded():
             return {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        case RequestTimedOut():  # or else OpenAI's clients would retry, which takes as long
+        case RequestTimedOut() | RequestAborted():  # or else OpenAI's clients would retry
             return {"x-should-retry": "false"}
         case _:
             return {}

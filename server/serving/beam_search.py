@@ -15,8 +15,8 @@ from quire.engine.protocol.engine_core import EngineCoreOutput, FinishReason
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.client.output_stream import RequestTimedOut
-from quire.server.client.request_record import RECORD
+from quire.server.client.output_stream import RequestAborted, RequestTimedOut
+from quire.server.client.request_record import RECORD, HttpRequestRecord
 from quire.server.client.tracing import TRACE, RequestTimes
 from quire.server.serving.generation import Generation
 from quire.server.text.inputs import GenerationInput
@@ -137,9 +137,11 @@ class BeamSearch(Generation):
         step = replace(self._given, prompts=sequences, params=params, output_format=None, length_penalty=None)
         deltas = [TextDelta(index) for index in range(len(sequences))]
         try:
-            token, record_token = TRACE.set(None), RECORD.set(None)
+            record = None if self._record is None else HttpRequestRecord(key=self._record.key)
+            token, record_token = TRACE.set(None), RECORD.set(record)
             try:
-                self._step = self._generate(f"{self._request_id}-{number}", step)
+                # Ids of requests have no spaces: `Frontend` knows the search by its steps.
+                self._step = self._generate(f"{self._request_id} {number}", step)
             finally:
                 TRACE.reset(token)
                 RECORD.reset(record_token)
@@ -150,7 +152,7 @@ class BeamSearch(Generation):
         except Exception as error:
             if self._trace is not None:
                 self._trace.error = str(error)
-            self._end("abort" if isinstance(error, RequestTimedOut) else "error")
+            self._end("abort" if isinstance(error, RequestTimedOut | RequestAborted) else "error")
             raise
         return deltas
 

@@ -37,8 +37,11 @@ from quire.engine.protocol.engine_core import (
     EngineCoreRequest,
     FinishReason,
     Join,
+    ListRequests,
     Probe,
     ProbeReply,
+    RequestInfo,
+    RequestList,
     ToCore,
     ToServer,
 )
@@ -134,6 +137,7 @@ class FakeCore:
         self.running: dict[str, Iterator[EngineCoreOutput]] = {}
         self.clients: dict[str, int] = {}
         """The API process of each request."""
+        self.asked: dict[str, EngineCoreRequest] = {}
         self.reported: set[str] = set()
         """Requests whose first output, with the numbers that stand only there, has been sent."""
         self.stats = EngineStats(kv_blocks=100)
@@ -167,7 +171,7 @@ class FakeCore:
         match message:
             case EngineCoreRequest(request_id=request_id):
                 self.running[request_id] = self.echo(message)
-                self.clients[request_id] = message.client
+                self.clients[request_id], self.asked[request_id] = message.client, message
                 self.stats.prompt_tokens += len(message.prompt_token_ids)
             case AbortRequests(request_ids):
                 self.abort(request_ids)
@@ -175,6 +179,14 @@ class FakeCore:
                 self.abort([i for i in self.running if self.clients[i] == client])
             case Probe(client, call_id) if not self.is_mute:
                 self.send(client, ProbeReply(call_id, self.replica, self.incarnation))
+            case ListRequests(client, call_id, limit, prefix):
+                found = [self.asked[i] for i in self.running if i.startswith(prefix)]
+                infos = [
+                    RequestInfo(each.request_id, each.label, each.arrived, "prefill", len(each.prompt_token_ids))
+                    for each in found[:limit]
+                ]
+                if not self.is_mute:
+                    self.send(client, RequestList(call_id, infos, len(found), self.replica, self.incarnation))
             case ClockPing(client, call_id, incarnation):
                 self.send(client, ClockReply(call_id, self.replica, incarnation, time.time_ns()))
             case StartProfile() | StopProfile():

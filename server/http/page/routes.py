@@ -5,6 +5,7 @@ The page needs nothing from outside. With API keys, its files are open, and it a
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import asdict
 from functools import cache
@@ -24,10 +25,12 @@ from quire.server.client.replica import ReplicaInfo
 from quire.server.http import in_process
 from quire.server.http.api_keys import Key
 from quire.server.http.errors import ApiError, json_response
-from quire.server.http.roles import SCOPE_KEY, may_administrate
+from quire.server.http.roles import SCOPE_KEY, AdminOrLocal, may_administrate
 from quire.server.http.state import AppState, ServedModel
 from quire.server.serving.frontend import Frontend
+from quire.server.serving.open_requests import abort_request, list_requests
 
+logger = logging.getLogger(__name__)
 router = APIRouter(include_in_schema=False)
 
 NUMBERS = ("/ui/state", "/ui/history")
@@ -114,6 +117,23 @@ async def history(state: AppState, after: float = 0.0) -> Response:
     now = time.time()
     columns = state.frontend.history.after(after, now)
     return json_response({"interval": INTERVAL, "time": now, "columns": columns})
+
+
+@router.get("/ui/requests")
+async def requests(state: AppState) -> Response:
+    """The oldest unfinished requests of all API processes, and the number of all of them."""
+    found, total, silent = await list_requests(state.frontend.client)
+    return json_response({"requests": [asdict(each) for each in found], "total": total, "silent": silent})
+
+
+@router.delete("/ui/requests/{request_id:path}", dependencies=[AdminOrLocal], status_code=204)
+async def abort(request_id: str, state: AppState, request: Request) -> None:
+    """Abort a request, with all of its sequences, whichever API process it belongs to."""
+    if (owner := await abort_request(state.frontend.client, request_id)) is None:
+        raise ApiError(404, f"there is no unfinished request {request_id!r}", "request_not_found")
+    key: Key | None = request.scope.get(SCOPE_KEY)
+    of, by = f" of the key {owner}" if owner else "", "a local client" if key is None else f"the key {key.name}"
+    logger.info("request %s%s was aborted by %s", request_id, of, by)
 
 
 class _File(NamedTuple):

@@ -1,0 +1,92 @@
+"""The unfinished requests of a server, under the ids that users see, and their engine ids.
+
+An HTTP request has an engine request for each of its sequences, and for each step of a beam search.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.engine.protocol.engine_core import Phase
+from quire.server.client.engine_client import EngineClient
+
+MAX_REQUESTS = 200
+"""Requests in a list."""
+_ALL = 2**31
+_ENGINE_ID = re.compile(r"(?P<id>.*?)(?: \d+)?-(?P<at>\d+)-[0-9a-f]+@(?P<process>\d+)", re.DOTALL)
+
+
+def engine_id(request_id: str, at: int, serial: int, process: int) -> str:
+    """Return the id in the engine of a sequence of a request.
+
+    It is numbered, and has the number of the process, so that a late output of a finished request, or of a dead API
+    process's, is not mistaken for an output of a new request with the same id.
+    """
+    return f"{request_id}-{at}-{serial:x}@{process}"
+
+
+@dataclass(frozen=True)
+class OpenRequest:
+    """An unfinished sequence of a request."""
+
+    id: str
+    """The id of the response; of further sequences, followed by `#` and their number."""
+    key: str | None
+    """Name of its API key."""
+    age: float
+    """Seconds since it arrived at its API process."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int | None
+    replica: int | None
+    phase: Phase | Literal["queued"]
+    """queued: no replica is up."""
+    api: int
+    """Number of the API process."""
+
+
+async def list_requests(client: EngineClient) -> tuple[list[OpenRequest], int, list[int]]:
+    """Return the oldest unfinished requests, the number of all, and the replicas that have not told theirs."""
+    found, now = await client.open_requests(MAX_REQUESTS), time.monotonic()
+    listed = []
+    for info, replica in found.requests:
+        name, at, process = _parse(info.request_id)
+        request = OpenRequest(
+            id=f"{name}#{at}" if at else name,
+            key=info.label or None,
+            age=now - info.arrived,
+            prompt_tokens=info.num_prompt_tokens,
+            cached_tokens=info.num_cached_tokens,
+            output_tokens=info.num_output_tokens,
+            max_tokens=info.max_tokens,
+            replica=replica,
+            phase="queued" if replica is None else info.phase,
+            api=process,
+        )
+        listed.append(request)
+    return listed, found.total, found.silent
+
+
+async def abort_request(client: EngineClient, request_id: str) -> str | None:
+    """Abort all sequences of the request that has this id in the list, whichever API process it belongs to. Returns the
+    name of its key, "" if it has none; None if there is no such request.
+    """
+    name = re.sub(r"#\d+$", "", request_id)
+    found = [
+        (info, replica)
+        for info, replica in (await client.open_requests(_ALL, name)).requests
+        if _parse(info.request_id)[0] in (name, request_id)
+    ]
+    client.abort_open((info.request_id, replica) for info, replica in found)
+    return found[0][0].label if found else None
+
+
+def _parse(request_id: str) -> tuple[str, int, int]:
+    """The id of the response, the number of the sequence, and that of the API process."""
+    found = _ENGINE_ID.fullmatch(request_id)
+    assert found is not None, request_id
+    return found["id"], int(found["at"]), int(found["process"])

@@ -1,0 +1,199 @@
+"""`/ui/requests`: the unfinished requests of all API processes, and their abort."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.engine_core import AbortRequests, EngineCoreRequest
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.supervision import ReplicaLost
+from quire.server.client import replica_calls
+from tests.fakes import fake_core
+from tests.fakes.api_server import Server, run_server
+
+COMPLETIONS = "/v1/completions"
+HANG = {"prompt": "a<hang>", "request_id": "mine"}
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "<hang>"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "<hang>"}]},
+    "/v1/messages": {"model": "echo", "messages": [{"role": "user", "content": "<hang>"}], "max_tokens": 9},
+    "/v1/responses": {"input": "<hang>"},
+}
+
+
+async def listed(server: Server, count: int, **headers: str) -> dict[str, dict[str, Any]]:
+    """The requests by id, once there are `count`; otherwise the test hangs."""
+    while True:
+        answer = (await server.http.get("/ui/requests", headers=headers)).json()
+        if answer["total"] == count:
+            return {each["id"]: each for each in answer["requests"]}
+        await asyncio.sleep(0.005)
+
+
+Ask = Callable[[Coroutine[Any, Any, httpx.Response]], asyncio.Task[httpx.Response]]
+
+
+@pytest.fixture
+async def ask() -> AsyncIterator[Ask]:
+    """Starts requests that are cancelled at the end."""
+    tasks: list[asyncio.Task[httpx.Response]] = []
+
+    def start(request: Coroutine[Any, Any, httpx.Response]) -> asyncio.Task[httpx.Response]:
+        tasks.append(asyncio.create_task(request))
+        return tasks[-1]
+
+    yield start
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_requests_of_all_processes_are_listed_the_oldest_first(server: Server, ask: Ask) -> None:
+    ask(server.http.post(COMPLETIONS, json={**HANG, "n": 2}))
+    await listed(server, 2)
+    others = EngineCoreRequest(0, "cmpl-x-1-0-a1@3", [9, fake_core.HANG], SamplingParams(), label="bob", arrived=1.0)
+
+    server.frontend.client._send(others, 0)
+    found = await listed(server, 3)
+    assert list(found) == ["cmpl-x-1", "cmpl-mine", "cmpl-mine#1"]
+    assert found["cmpl-x-1"].pop("age") == pytest.approx(time.monotonic() - 1.0, abs=60)
+    assert found["cmpl-x-1"] == {
+        "id": "cmpl-x-1",
+        "key": "bob",
+        "replica": 0,
+        "phase": "prefill",
+        "api": 3,
+        "prompt_tokens": 2,
+        "cached_tokens": 0,
+        "output_tokens": 0,
+        "max_tokens": None,
+    }
+    assert 0 <= found["cmpl-mine"]["age"] < 60
+    assert (found["cmpl-mine"]["key"], found["cmpl-mine"]["api"]) == (None, 0)
+
+
+async def test_beams_have_the_id_of_the_search(server: Server, ask: Ask) -> None:
+    search = ask(server.http.post(COMPLETIONS, json={**HANG, "use_beam_search": True, "n": 2}))
+    assert list(await listed(server, 1)) == ["cmpl-mine"]
+    assert (await server.http.delete("/ui/requests/cmpl-mine")).status_code == 204
+    assert (await search).json()["error"]["code"] == "request_aborted"
+
+
+@pytest.mark.parametrize("where", ["here", "at the core"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_clients_of_aborted_requests_get_an_error(server: Server, ask: Ask, path: str, where: str) -> None:
+    stream, whole = (ask(server.http.post(path, json={**BODIES[path], "stream": stream})) for stream in (True, False))
+    for name in await listed(server, 2):
+        if where == "here":
+            assert (await server.http.delete(f"/ui/requests/{name}")).status_code == 204
+        else:  # as the other processes see it
+            ids = [each for each in server.frontend.client._running if each.startswith(name)]
+            server.frontend.client._send(AbortRequests(ids), 0)
+    answer = await whole
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
+    assert answer.json()["error"]["message"] == "the request was aborted"
+    events = [json.loads(line[6:]) for line in (await stream).text.splitlines() if line.startswith("data: {")]
+    last = [event for event in events if "error" in event or event.get("type") == "response.failed"]
+    assert last == events[-1:]
+    error = last[0]["response"]["error"] if path == "/v1/responses" else last[0]["error"]
+    assert error["message"] == "the request was aborted"
+    assert await listed(server, 0) == {}
+    metrics = server.frontend.metrics
+    assert metrics.totals("finished", [0])[2] == 2
+    assert 'quire:http_requests_failed_total{model_name="echo",reason="aborted"} 2.0' in metrics.exposition().decode()
+
+
+async def test_requests_of_other_processes_are_aborted(server: Server) -> None:
+    for name in ("cmpl-a-0-1@7", "cmpl-a-1-1@7", "cmpl-a-b-0-2@7"):
+        server.frontend.client._send(EngineCoreRequest(0, name, [9, fake_core.HANG], SamplingParams()), 0)
+    assert list(await listed(server, 3)) == ["cmpl-a", "cmpl-a#1", "cmpl-a-b"]
+    assert (await server.http.delete("/ui/requests/cmpl-a%231")).status_code == 204
+    assert list(await listed(server, 1)) == ["cmpl-a-b"]
+    for name in ("cmpl-a", "cmpl", "%25", "a/b"):
+        answer = await server.http.delete(f"/ui/requests/{name}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_a_replica_that_does_not_answer_delays_nobody(
+    server: Server, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_calls, "_LIST_SECONDS", 0.02)
+    asked = ask(server.http.post(COMPLETIONS, json={"prompt": "<mute><hang>", "request_id": "mine"}))
+    while not server.frontend.client.num_open:
+        await asyncio.sleep(0.005)
+    answer = (await server.http.get("/ui/requests")).json()
+    while not answer["silent"]:
+        answer = (await server.http.get("/ui/requests")).json()
+    (found,) = answer["requests"]
+    assert (found["id"], found["replica"], found["phase"], answer["total"]) == ("cmpl-mine", 0, "waiting", 1)
+    server.frontend.update(ReplicaLost(0, "killed", returns=True))
+    found = (await listed(server, 1))["cmpl-mine"]
+    assert (found["replica"], found["phase"]) == (None, "queued")
+    assert (await server.http.delete("/ui/requests/cmpl-mine")).status_code == 204
+    assert (await asked).json()["error"]["code"] == "request_aborted"
+
+
+async def test_an_abort_needs_an_admin_key_and_is_logged(
+    config: EngineConfig,
+    core_mode: Callable[[str], None],
+    ask: Ask,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "keys").write_text("alice:api\nops:admin role=admin\nprom:metrics role=metrics\n")
+    async with run_server(config, api_key_file=str(tmp_path / "keys")) as server:
+
+        def key(name: str) -> dict[str, str]:
+            return {"Authorization": f"Bearer {name}"}
+
+        asked = ask(server.http.post(COMPLETIONS, json=HANG, headers=key("api")))
+        (found,) = (await listed(server, 1, **key("api"))).values()
+        assert (found["id"], found["key"]) == ("cmpl-mine", "alice")
+        for name, status in (("none", 401), ("metrics", 403)):
+            for path in ("/ui/requests", "/ui/state", "/ui/history"):
+                expected = 200 if name == "metrics" and path != "/ui/requests" else status
+                assert (await server.http.get(path, headers=key(name))).status_code == expected
+        with caplog.at_level(logging.INFO, "quire"):
+            for name, status in (("none", 401), ("metrics", 403), ("api", 403), ("admin", 204)):
+                answer = await server.http.delete("/ui/requests/cmpl-mine", headers=key(name))
+                assert answer.status_code == status
+                state = await server.http.get("/ui/state", headers=key(name))
+                expected = {"role": name, "can_abort": name == "admin"}
+                assert name == "none" or {field: state.json()[field] for field in expected} == expected
+        assert (await asked).status_code == 500
+    lines = [record.getMessage() for record in caplog.records if "aborted" in record.getMessage()]
+    assert lines == ["request cmpl-mine of the key alice was aborted by the key ops"]
+
+
+async def test_without_keys_only_local_clients_abort(server: Server, ask: Ask) -> None:
+    ask(server.http.post(COMPLETIONS, json=HANG))
+    await listed(server, 1)
+    own = str(server.http.base_url).rstrip("/")
+    for headers, status in (
+        ({"Origin": "http://evil.example"}, 403),
+        ({"X-Forwarded-For": "127.0.0.1"}, 403),
+        ({"Origin": own}, 204),
+    ):
+        state = (await server.http.get("/ui/state", headers=headers)).json()
+        assert state["can_abort"] == (status == 204)
+        assert (await server.http.delete("/ui/requests/cmpl-mine", headers=headers)).status_code == status
+
+
+async def test_a_line_of_the_access_log_has_the_id(
+    config: EngineConfig, core_mode: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with run_server(config, access_log=True) as server:
+        with caplog.at_level(logging.INFO):
+            answer = await server.http.post(COMPLETIONS, json={"prompt": "hello", "max_tokens": 1})
+    (line,) = [record.getMessage() for record in caplog.records if "route=" in record.getMessage()]
+    assert f" response_id={answer.json()['id']} " in line
