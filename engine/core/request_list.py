@@ -16,7 +16,7 @@ def list_requests(
     being compiled.
     """
     known = [(each.core_request, each) for each in requests] + [(each, None) for each in compiling]
-    found = [each for each in known if each[0].request_id.startswith(call.prefix)]
+    found = [each for each in known if call.selects(each[0])]
     oldest = heapq.nsmallest(call.limit, found, key=lambda each: each[0].arrived)
     return [_info(*each) for each in oldest], len(found)
 

@@ -71,6 +71,12 @@ class ListRequests(msgspec.Struct, tag=True, array_like=True):
     call_id: int
     limit: int
     prefix: str = ""
+    label: str | None = None
+    """None: those of all API keys."""
+
+    def selects(self, request: EngineCoreRequest) -> bool:
+        """Whether it asks for this request, if it is among the oldest."""
+        return self.label in (None, request.label) and request.request_id.startswith(self.prefix)
 
 
 class Join(msgspec.Struct, tag=True, array_like=True):

@@ -25,6 +25,7 @@ from quire.engine.protocol.engine_core import (
     EngineCoreRequest,
     FinishReason,
     Join,
+    ListRequests,
     RequestInfo,
     ToCore,
     ToServer,
@@ -270,19 +271,21 @@ class EngineClient:
             stream.end_at(deadline)
         return stream
 
-    async def open_requests(self, limit: int, prefix: str = "") -> OpenRequests:
-        """Return the oldest `limit` unfinished requests, of all API processes, whose engine ids begin with `prefix`.
+    async def open_requests(self, limit: int, prefix: str = "", label: str | None = None) -> OpenRequests:
+        """Return the oldest `limit` unfinished requests, of all API processes, whose engine ids begin with `prefix`, of
+        the API key with the name `label`, or of all.
 
         Of replicas that do not answer at once, and of requests that wait for a replica, only this process's are known.
         """
+        call = ListRequests(self.index, 0, limit, prefix, label)
         present = [replica for replica in self._replicas.values() if replica.state in ("up", "draining")]
         asked = [each for each in present if not each.is_unresponsive]
-        replies = await asyncio.gather(*(self.calls.list_requests(each, limit, prefix) for each in asked))
+        replies = await asyncio.gather(*(self.calls.list_requests(each, call) for each in asked))
         answers = {reply.replica: reply for reply in replies if reply is not None}
         own = {
             request_id: running
             for request_id, running in self._running.items()
-            if running.replica not in answers and request_id.startswith(prefix)
+            if running.replica not in answers and call.selects(running.submit)
         }
         found = {info.request_id: (info, number) for number, each in answers.items() for info in each.requests}
         found |= {request_id: (running.info, running.replica) for request_id, running in own.items()}

@@ -8,6 +8,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from quire.engine.protocol.engine_core import ListRequests, Probe, ProbeReply, RequestList
 from quire.engine.protocol.profile import (
     Clock,
@@ -56,9 +58,9 @@ class ReplicaCalls:
             logger.warning("%s has not answered for %g seconds", self._subject(replica.number), PROBE_SECONDS)
         return answer.done() and not answer.cancelled()
 
-    async def list_requests(self, replica: Replica, limit: int, prefix: str) -> RequestList | None:
-        """Return the oldest `limit` requests of a replica whose ids begin with `prefix`; None if it does not answer."""
-        message = ListRequests(self.index, self.next_number(), limit, prefix)
+    async def list_requests(self, replica: Replica, asked: ListRequests) -> RequestList | None:
+        """Return the requests of a replica that `asked` selects; None if it does not answer."""
+        message = msgspec.structs.replace(asked, client=self.index, call_id=self.next_number())
         answer = await self._call(replica, message, _LIST_SECONDS)
         if not answer.done() or answer.cancelled():
             return None

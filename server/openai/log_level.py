@@ -30,7 +30,7 @@ async def set_log_level(body: LogLevelRequest, state: AppState) -> Response:
     and their parents, on all hosts except those with an API of their own.
 
     It also applies to processes that are started later. Needs an admin key. On a server without keys, clients must be
-    on its host, and no web pages.
+    on its host, and no other web pages.
     """
     body.check_fields()
     state.frontend.set_log_level(body.level)

@@ -37,7 +37,7 @@ class ResizeRequest(RequestBody):
 @router.get("/replicas")
 async def replicas(state: AppState) -> Response:
     """The replicas of the engine: number, host, state (`loading`, `up`, `unresponsive`, `draining`, `restarting`,
-    `dead`), requests."""
+    `dead`), requests, and the last death."""
     return _response(state)
 
 

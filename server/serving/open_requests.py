@@ -49,9 +49,11 @@ class OpenRequest:
     """Number of the API process."""
 
 
-async def list_requests(client: EngineClient) -> tuple[list[OpenRequest], int, list[int]]:
-    """Return the oldest unfinished requests, the number of all, and the replicas that have not told theirs."""
-    found, now = await client.open_requests(MAX_REQUESTS), time.monotonic()
+async def list_requests(client: EngineClient, key: str | None = None) -> tuple[list[OpenRequest], int, list[int]]:
+    """Return the oldest unfinished requests, the number of all, and the replicas that have not told theirs: of the API
+    key with this name ("": without a key), or of all.
+    """
+    found, now = await client.open_requests(MAX_REQUESTS, label=key), time.monotonic()
     listed = []
     for info, replica in found.requests:
         name, at, process = _parse(info.request_id)

@@ -179,8 +179,8 @@ class FakeCore:
                 self.abort([i for i in self.running if self.clients[i] == client])
             case Probe(client, call_id) if not self.is_mute:
                 self.send(client, ProbeReply(call_id, self.replica, self.incarnation))
-            case ListRequests(client, call_id, limit, prefix):
-                found = [self.asked[i] for i in self.running if i.startswith(prefix)]
+            case ListRequests(client, call_id, limit):
+                found = [self.asked[i] for i in self.running if message.selects(self.asked[i])]
                 infos = [
                     RequestInfo(each.request_id, each.label, each.arrived, "prefill", len(each.prompt_token_ids))
                     for each in found[:limit]

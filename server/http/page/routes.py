@@ -120,9 +120,14 @@ async def history(state: AppState, after: float = 0.0) -> Response:
 
 
 @router.get("/ui/requests")
-async def requests(state: AppState) -> Response:
-    """The oldest unfinished requests of all API processes, and the number of all of them."""
-    found, total, silent = await list_requests(state.frontend.client)
+async def requests(state: AppState, request: Request) -> Response:
+    """The oldest unfinished requests of all API processes, and the number of all of them. An API key sees its own:
+    with the id of another's response, it could read that.
+    """
+    key: Key | None = request.scope.get(SCOPE_KEY)
+    sees_all = state.keys is None or (key is not None and key.role == "admin")
+    own = "" if key is None else key.name
+    found, total, silent = await list_requests(state.frontend.client, None if sees_all else own)
     return json_response({"requests": [asdict(each) for each in found], "total": total, "silent": silent})
 
 

@@ -20,8 +20,12 @@ from quire.engine.protocol.engine_core import (
     EngineCoreOutputs,
     EngineCoreRequest,
     Join,
+    ListRequests,
+    Phase,
     Probe,
     ProbeReply,
+    RequestInfo,
+    RequestList,
     ToCore,
     ToServer,
 )
@@ -342,6 +346,49 @@ def test_requests_that_are_compiling_can_be_aborted(monkeypatch: pytest.MonkeyPa
     assert ends == [("error", "request id 'a' is in use"), ("abort", None)]
     reported = [(o.finish_reason, str(failure) in str(o.error)) for o in wire_of(core).outputs(0, "b")]
     assert reported == ([] if failure is None else [("error", True)])
+
+
+def test_unfinished_requests_are_listed_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, go_on = core_with({}, []), Event()
+    monkeypatch.setattr(core.scheduler.grammars, "compile", lambda outputs: go_on.wait(30))
+
+    def listed(limit: int = 9, prefix: str = "", label: str | None = None) -> tuple[int, list[tuple[str, Phase]]]:
+        core.handle(ListRequests(1, 7, limit, prefix, label))
+        client, answer = wire_of(core).sent.pop()
+        assert isinstance(answer, RequestList)
+        assert (client, answer.call_id, answer.incarnation) == (1, 7, core.incarnation)
+        return answer.total, [(each.request_id, each.phase) for each in answer.requests]
+
+    def add(request: EngineCoreRequest, arrived: float) -> None:
+        request.arrived, request.label = arrived, f"key of {request.request_id}"
+        core.handle(request)
+
+    def step() -> None:
+        plan = core.schedule()
+        assert plan is not None
+        core.in_flight.append((plan, core.executor.submit(plan, 1.0), 0.0, 1.0))
+        core.process_result()
+
+    assert listed() == (0, [])
+    add(submit(0, "a", [1, 2], max_tokens=100), arrived=2.0)
+    assert listed() == (1, [("a", "waiting")])
+    step()
+    step()
+    add(submit(1, "ab", list(range(1, 100))), arrived=1.0)
+    step()
+    add(structured("c"), arrived=3.0)
+    assert listed() == (3, [("ab", "prefill"), ("a", "decode"), ("c", "waiting")])
+    assert listed(limit=1) == (3, [("ab", "prefill")])
+    assert listed(prefix="a") == (2, [("ab", "prefill"), ("a", "decode")])
+    assert listed(label="key of c") == (1, [("c", "waiting")])
+    core.handle(ListRequests(0, 7, 9))
+    answer = wire_of(core).sent.pop()[1]
+    assert isinstance(answer, RequestList)
+    assert answer.requests[1] == RequestInfo("a", "key of a", 2.0, "decode", 2, 0, 3, 100)
+    assert core.scheduler._preempt([core.scheduler.requests["a"]])
+    assert listed(prefix="a") == (2, [("ab", "prefill"), ("a", "preempted")])
+    go_on.set()
+    core.close()
 
 
 def test_grammars_that_take_long_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

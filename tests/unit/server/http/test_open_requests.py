@@ -150,7 +150,7 @@ async def test_an_abort_needs_an_admin_key_and_is_logged(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "keys").write_text("alice:api\nops:admin role=admin\nprom:metrics role=metrics\n")
+    (tmp_path / "keys").write_text("alice:api\nbob:other\nops:admin role=admin\nprom:metrics role=metrics\n")
     async with run_server(config, api_key_file=str(tmp_path / "keys")) as server:
 
         def key(name: str) -> dict[str, str]:
@@ -163,6 +163,8 @@ async def test_an_abort_needs_an_admin_key_and_is_logged(
             for path in ("/ui/requests", "/ui/state", "/ui/history"):
                 expected = 200 if name == "metrics" and path != "/ui/requests" else status
                 assert (await server.http.get(path, headers=key(name))).status_code == expected
+        assert await listed(server, 0, **key("other")) == {}
+        assert list(await listed(server, 1, **key("admin"))) == ["cmpl-mine"]
         with caplog.at_level(logging.INFO, "quire"):
             for name, status in (("none", 401), ("metrics", 403), ("api", 403), ("admin", 204)):
                 answer = await server.http.delete("/ui/requests/cmpl-mine", headers=key(name))
