@@ -27,8 +27,6 @@ PROBE_SECONDS = 30.0
 """Timeout of a call. A step can take long, especially on a CPU."""
 _CLOCK_PINGS = 5
 """Measurements of a replica's clock, of which the one with the shortest round trip counts."""
-_LIST_SECONDS = 1.0
-"""The same for a list of requests, for which a person waits."""
 Reply = ProbeReply | RequestList | ClockReply | ProfileReply
 logger = logging.getLogger(__name__)
 
@@ -58,10 +56,10 @@ class ReplicaCalls:
             logger.warning("%s has not answered for %g seconds", self._subject(replica.number), PROBE_SECONDS)
         return answer.done() and not answer.cancelled()
 
-    async def list_requests(self, replica: Replica, asked: ListRequests) -> RequestList | None:
-        """Return the requests of a replica that `asked` selects; None if it does not answer."""
+    async def list_requests(self, replica: Replica, asked: ListRequests, seconds: float) -> RequestList | None:
+        """Return the requests of a replica that `asked` selects; None if it does not answer within `seconds`."""
         message = msgspec.structs.replace(asked, client=self.index, call_id=self.next_number())
-        answer = await self._call(replica, message, _LIST_SECONDS)
+        answer = await self._call(replica, message, seconds)
         if not answer.done() or answer.cancelled():
             return None
         reply = answer.result()
@@ -124,14 +122,14 @@ class ReplicaCalls:
         self,
         replica: Replica,
         message: Probe | ListRequests | StartProfile | StopProfile | ClockPing,
-        seconds: float | None = None,
+        seconds: float = PROBE_SECONDS,
     ) -> asyncio.Future[Reply]:
         """Send a message and wait for its reply: the future is done, cancelled if the replica has died, or pending."""
         key = replica.number, message.call_id
         answer = self.waiting[key] = asyncio.get_running_loop().create_future()
         replica.send(message)
         try:
-            await asyncio.wait((answer,), timeout=seconds or PROBE_SECONDS)
+            await asyncio.wait((answer,), timeout=seconds)
         finally:
             del self.waiting[key]
         return answer

@@ -32,7 +32,7 @@ from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
 from quire.server.serving.beam_search import BeamSearch
 from quire.server.serving.generation import Embedding, Generation
-from quire.server.serving.open_requests import engine_id
+from quire.server.serving.open_requests import ENGINE_ID
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import GenerationInput, Task, refusal, tasks_of
@@ -240,7 +240,10 @@ class Frontend:
         """
         if (trace := TRACE.get()) is not None:
             trace.generate(request_id, "chat" if given.is_chat else "text_completion", given.params)
-        self._note(request_id, given.prompts)
+        if (record := RECORD.get()) is not None:
+            record.response_id = request_id
+            if record.prompt_characters:
+                record.prompts += self._texts(given.prompts, record.prompt_characters)
         if given.length_penalty is not None:
             tokenizer = self.input_processor.tokenizer
             return BeamSearch(request_id, given, self.generate, tokenizer, self.config.model)
@@ -276,22 +279,21 @@ class Frontend:
         """
         if (trace := TRACE.get()) is not None:
             trace.generate(request_id, "embeddings", None)
-        self._note(request_id, prompts)
+        if (record := RECORD.get()) is not None:
+            record.response_id = request_id
+            if record.prompt_characters:
+                record.prompts += self._texts(prompts, record.prompt_characters)
         sequences = [(prompt, _NO_PARAMS) for prompt in prompts]
         embedding = self._open[request_id] = Embedding(
             *self._submit(request_id, sequences, priority, cache_salt, second_segments=second_segments)
         )
         return embedding
 
-    def _note(self, request_id: str, prompts: Sequence[list[int]]) -> None:
-        """Tell the access log the id of the response, and if it wants them, the first characters of the prompts."""
-        if (record := RECORD.get()) is None:
-            return
-        record.response_id = request_id
-        if length := record.prompt_characters:
-            decode = self.input_processor.tokenizer.decode
-            num_tokens = 4 * length + 1  # a character has at most 4 bytes; the first token may be a hidden space
-            record.prompts += [decode(prompt[:num_tokens], skip_special_tokens=False)[:length] for prompt in prompts]
+    def _texts(self, prompts: Sequence[list[int]], length: int) -> list[str]:
+        """The first `length` characters of the prompts, for the access log."""
+        decode = self.input_processor.tokenizer.decode
+        num_tokens = 4 * length + 1  # a character has at most 4 bytes; the first token may be a space that is not shown
+        return [decode(prompt[:num_tokens], skip_special_tokens=False)[:length] for prompt in prompts]
 
     def _submit(
         self,
@@ -308,7 +310,7 @@ class Frontend:
         if (earlier := self._open.get(request_id)) is not None and earlier.is_open:
             raise InvalidParameter(f"a request with the id {request_id} is already running", "request_id")
         serial, process = next(self._serials), self.process_info.index
-        engine_ids = [engine_id(request_id, at, serial, process) for at in range(len(sequences))]
+        engine_ids = [ENGINE_ID.format(request_id, at, serial, process) for at in range(len(sequences))]
         # The engine sees no text: a salt has the length of a prefix cache hash.
         salt = blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest() if cache_salt else b""
         requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]

@@ -12,20 +12,21 @@ from typing import Literal
 
 from quire.engine.protocol.engine_core import Phase
 from quire.server.client.engine_client import EngineClient
+from quire.server.client.output_stream import EngineUnavailable
 
-MAX_REQUESTS = 200
+_LISTED = 200
 """Requests in a list."""
+LIST_SECONDS = 1.0
+"""Time for replicas to answer with their requests."""
+ABORT_SECONDS = 10.0
+"""The same if one of them is searched for. A step can take long, especially on a CPU."""
 _ALL = 2**31
+ENGINE_ID = "{}-{}-{:x}@{}"
+"""The id of a sequence in the engine: id of the request, number of the sequence, serial number, and number of the API
+process. So a late output of a finished request, or of a dead API process's, is not mistaken for an output of a new
+request with the same id.
+"""
 _ENGINE_ID = re.compile(r"(?P<id>.*?)(?: \d+)?-(?P<at>\d+)-[0-9a-f]+@(?P<process>\d+)", re.DOTALL)
-
-
-def engine_id(request_id: str, at: int, serial: int, process: int) -> str:
-    """Return the id in the engine of a sequence of a request.
-
-    It is numbered, and has the number of the process, so that a late output of a finished request, or of a dead API
-    process's, is not mistaken for an output of a new request with the same id.
-    """
-    return f"{request_id}-{at}-{serial:x}@{process}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ async def list_requests(client: EngineClient, key: str | None = None) -> tuple[l
     """Return the oldest unfinished requests, the number of all, and the replicas that have not told theirs: of the API
     key with this name ("": without a key), or of all.
     """
-    found, now = await client.open_requests(MAX_REQUESTS, label=key), time.monotonic()
+    found, now = await client.open_requests(_LISTED, LIST_SECONDS, label=key), time.monotonic()
     listed = []
     for info, replica in found.requests:
         name, at, process = _parse(info.request_id)
@@ -75,14 +76,14 @@ async def list_requests(client: EngineClient, key: str | None = None) -> tuple[l
 
 async def abort_request(client: EngineClient, request_id: str) -> str | None:
     """Abort all sequences of the request that has this id in the list, whichever API process it belongs to. Returns the
-    name of its key, "" if it has none; None if there is no such request.
+    name of its key, "" if it has none; None if there is no such request. Raises `EngineUnavailable` if it may be on a
+    replica that does not answer.
     """
     name = re.sub(r"#\d+$", "", request_id)
-    found = [
-        (info, replica)
-        for info, replica in (await client.open_requests(_ALL, name)).requests
-        if _parse(info.request_id)[0] in (name, request_id)
-    ]
+    answer = await client.open_requests(_ALL, ABORT_SECONDS, prefix=name)
+    found = [each for each in answer.requests if _parse(each[0].request_id)[0] in (name, request_id)]
+    if not found and answer.silent:
+        raise EngineUnavailable(f"replica {answer.silent[0]} does not answer, and may have this request")
     client.abort_open((info.request_id, replica) for info, replica in found)
     return found[0][0].label if found else None
 

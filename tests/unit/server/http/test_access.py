@@ -224,7 +224,7 @@ async def test_a_line_for_each_request(config: EngineConfig, lines: list[dict[st
         usage["completion_tokens"],
     ]
     assert whole["text"].startswith(
-        r'request_id="a \"b\"" key=alice method=POST route=/v1/completions status=200 prompt'
+        r'request_id="a \"b\"" key=alice method=POST route=/v1/completions status=200 response_id=cmpl-'
     )
     assert "four" not in str(lines), "prompts are not logged"
     assert (unknown["route"], unknown["status"], unknown["reason"]) == ("/v1/models/{name:path}", 404, "not_found")

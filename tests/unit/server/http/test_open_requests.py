@@ -17,7 +17,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.engine_core import AbortRequests, EngineCoreRequest
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.supervision import ReplicaLost
-from quire.server.client import replica_calls
+from quire.server.serving import open_requests
 from tests.fakes import fake_core
 from tests.fakes.api_server import Server, run_server
 
@@ -127,15 +127,18 @@ async def test_requests_of_other_processes_are_aborted(server: Server) -> None:
 async def test_a_replica_that_does_not_answer_delays_nobody(
     server: Server, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_calls, "_LIST_SECONDS", 0.02)
+    for name in ("LIST_SECONDS", "ABORT_SECONDS"):
+        monkeypatch.setattr(open_requests, name, 0.02)
     asked = ask(server.http.post(COMPLETIONS, json={"prompt": "<mute><hang>", "request_id": "mine"}))
     while not server.frontend.client.num_open:
         await asyncio.sleep(0.005)
-    answer = (await server.http.get("/ui/requests")).json()
-    while not answer["silent"]:
-        answer = (await server.http.get("/ui/requests")).json()
-    (found,) = answer["requests"]
-    assert (found["id"], found["replica"], found["phase"], answer["total"]) == ("cmpl-mine", 0, "waiting", 1)
+    listing = (await server.http.get("/ui/requests")).json()
+    while not listing["silent"]:
+        listing = (await server.http.get("/ui/requests")).json()
+    (found,) = listing["requests"]
+    assert (found["id"], found["replica"], found["phase"], listing["total"]) == ("cmpl-mine", 0, "waiting", 1)
+    answer = await server.http.delete("/ui/requests/cmpl-another")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
     server.frontend.update(ReplicaLost(0, "killed", returns=True))
     found = (await listed(server, 1))["cmpl-mine"]
     assert (found["replica"], found["phase"]) == (None, "queued")
