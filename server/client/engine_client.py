@@ -290,6 +290,7 @@ class EngineClient:
             for request_id, running in self._running.items()
             if running.replica not in answers and call.selects(running.submit)
         }
+        found: dict[str, tuple[RequestInfo, int | None]]
         found = {info.request_id: (info, number) for number, each in answers.items() for info in each.requests}
         found |= {request_id: (running.info, running.replica) for request_id, running in own.items()}
         oldest = sorted(found.values(), key=lambda each: each[0].arrived)[:limit]

@@ -107,7 +107,7 @@ class History:
     def __init__(self, metrics: Metrics, path: str | None = None) -> None:
         """`path` is the table's file, which all processes map; None: this process is the only one."""
         self._metrics = metrics
-        self._cells = memoryview(map_table(path, _ROWS * _WIDTH)).cast("d")
+        self._cells: memoryview[float] = memoryview(map_table(path, _ROWS * _WIDTH)).cast("d")
         self._samples: deque[_Sample] = deque(maxlen=_RATE_SAMPLES + 1)
         self._number: float = math.inf
         """Of the newest interval."""
@@ -152,14 +152,14 @@ class History:
         old, new = self._samples[0], self._samples[-1]
         seconds = new.clock - old.clock
         fields = ("steps", "generated_tokens", "prompt_tokens")
-        rates = [_growth(old, new, field, [replica]) / seconds for field in fields]
+        steps, tokens, prompt_tokens = (_growth(old, new, field, [replica]) / seconds for field in fields)
         before, after = old.ranks.get(replica, []), new.ranks.get(replica, [])
         if len(before) != len(after):
-            return Activity(*rates)
+            return Activity(steps, tokens, prompt_tokens)
         grown = [_rank_growth(*each) for each in zip(before, after, strict=True)]
-        steps = sum(each.steps for each in grown)
-        mean = sum(each.seconds for each in grown) / steps if steps else None
-        return Activity(*rates, mean, [_rank_activity(each, seconds) for each in grown])
+        num_steps = sum(each.steps for each in grown)
+        mean = sum(each.seconds for each in grown) / num_steps if num_steps else None
+        return Activity(steps, tokens, prompt_tokens, mean, [_rank_activity(each, seconds) for each in grown])
 
     def _row(self, number: int, new: _Sample, gauges: dict[str, float], replicas: Collection[int]) -> array[float]:
         """The cells of a new row after its number. `replicas` are all that there have been."""
@@ -197,7 +197,7 @@ class History:
         known = [start for each, start in zip(numbers, starts, strict=True) if self._cells[start] == each]
         if not known:
             return None
-        first, last = (self._cells[start + _BASE : start + _WIDTH].tolist() for start in (known[0], known[-1]))
+        first, last = (list(self._cells[start + _BASE : start + _WIDTH]) for start in (known[0], known[-1]))
         return first, last
 
     def _forget_future(self, number: int) -> None:
@@ -249,7 +249,7 @@ def _growth(old: _Sample, new: _Sample, field: str, replicas: Collection[int] | 
 
 
 class _RankGrowth(NamedTuple):
-    steps: int
+    steps: float
     seconds: float
     waited: float
     cpu_seconds: float
