@@ -7,11 +7,12 @@ const KEY = "quire-key";
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 export const setKey = key => key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY);
 
-// An answer that is not 2xx: its status, and the server's own message.
+// An answer that is not 2xx: its status, and the server's own message and code.
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, message, code = null) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -22,5 +23,5 @@ export async function request(path, options = {}) {
   const answer = await fetch(root + path, {cache: "no-store", ...options, headers});
   if (answer.ok) return answer;
   const body = await answer.json().catch(() => null);
-  throw new Refused(answer.status, body?.error?.message ?? `status ${answer.status}`);
+  throw new Refused(answer.status, body?.error?.message ?? `status ${answer.status}`, body?.error?.code);
 }

@@ -1,4 +1,328 @@
-// The chat.
+// The chat: which conversation is shown, what the user does to it, and the answers that are under way.
 
-export const show = () => {};
-export const take = () => {};
+import {newConversation, nextRequest, titleOf} from "./chat_conversation.js";
+import {entries, importFile, saveAll, saveJson, saveMarkdown} from "./chat_list.js";
+import {panel} from "./chat_panels.js";
+import {SettingsForm, WrongSetting} from "./chat_settings.js";
+import {Store, idOf} from "./chat_store.js";
+import {ask, newAnswer} from "./chat_stream.js";
+import {Answer, isEnter, turnElement} from "./chat_view.js";
+import {$, make} from "./dom.js";
+
+const DRAW_MILLISECONDS = 100;
+const store = new Store();
+const conversations = store.all();
+const runs = new Map();  // id of a conversation → {controller, view, timer}
+let current = newConversation(conversations[0]?.settings, conversations[0]?.mode);
+let server = {max_model_len: null, status: "ready", capabilities: {}};
+
+// --- What the page consists of ---
+
+const button = (label, onclick, rest = {}) => make("button", {type: "button", onclick, ...rest}, label);
+const log = make("div", {id: "chat-log", role: "log", "aria-label": "Conversation", tabindex: 0});
+const note = make("div", {id: "chat-note", role: "status"});
+const toEnd = button("↓ Newest", () => scrollToEnd(), {id: "chat-end", hidden: true});
+const box = make("textarea", {id: "chat-box", rows: 1, "aria-label": "Message", title: "Enter sends, Shift+Enter starts a new line"});
+const sendButton = make("button", {class: "primary"}, "Send");
+const stopButton = button("Stop", () => stop(), {hidden: true, class: "primary"});
+const title = make("input", {id: "chat-title", "aria-label": "Title of the conversation", placeholder: "New conversation", autocomplete: "off"});
+const mode = make("select", {id: "chat-mode"}, make("option", {value: "chat"}, "chat"), make("option", {value: "text"}, "completion"));
+const context = make("span", {id: "chat-context", class: "soft"});
+const list = make("ul", {id: "chat-entries"});
+const settings = new SettingsForm(() => current, () => keep());
+const composer = make("form", {id: "composer", onsubmit: event => { event.preventDefault(); send(); }},
+  box, make("div", {class: "send"}, stopButton, sendButton));
+const listPanel = panel("chat-list", "Conversations",
+  button("New conversation", () => open(newConversation(current.settings, current.mode)), {class: "primary"}), list,
+  make("div", {class: "panel-foot"}, button("Import", () => importAll()), button("Export all", () => saveAll(conversations)),
+    button("Delete all", () => clear()), make("small", {class: "soft"}, store.works ? "Kept in this browser only."
+      : "The browser's storage is blocked: conversations are lost when the page is closed.")));
+const settingsPanel = panel("chat-settings", "Settings",
+  make("div", {class: "setting"}, make("label", {for: "chat-mode"}, "API"), mode), settings.element, make("div", {class: "panel-foot"},
+  button("Reset", () => { current.settings = {}; settings.show(); keep(); }),
+  button("Export as JSON", () => saveJson(current)), button("Export as Markdown", () => saveMarkdown(current))));
+$("chat").append(listPanel.dialog, make("section", {id: "chat-room"},
+  make("div", {id: "chat-bar"}, listPanel.toggle, title, context, settingsPanel.toggle),
+  make("div", {id: "chat-scroll"}, log, toEnd), note, composer), settingsPanel.dialog);
+
+// --- Showing ---
+
+// On a touch screen a focused box would open the keyboard each time.
+const hasPointer = matchMedia("(pointer: fine)");
+const focusBox = () => hasPointer.matches && box.focus({preventScroll: true});
+
+const isAtEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+const scrollToEnd = () => { log.scrollTop = log.scrollHeight; };
+log.addEventListener("scroll", () => { toEnd.hidden = isAtEnd(); }, {passive: true});
+
+const optionsOf = isRunning => ({mode: current.mode, limit: server.max_model_len, isRunning});
+
+function draw() {
+  const run = runs.get(current.id);
+  log.replaceChildren(...current.turns.map(turn => {
+    if (!run || turn !== run.turn) return turnElement(turn, actions, optionsOf(false));
+    run.view = new Answer(turn, actions, optionsOf(true));
+    return run.view.element;
+  }));
+  if (!current.turns.length) log.append(make("div", {class: "welcome soft"}, make("b", {}, server.model ?? ""),
+    make("p", {class: "chat-only"}, "Ask something. Settings that are left empty are the server's."),
+    make("p", {class: "text-only"}, "The model continues your text. Each prompt is sent by itself, without a chat template.")));
+  scrollToEnd();
+  drawControls();
+}
+
+function drawControls() {
+  const run = runs.get(current.id);
+  sendButton.hidden = run !== undefined;
+  stopButton.hidden = run === undefined;
+  $("chat").dataset.mode = mode.value = current.mode;
+  box.placeholder = current.mode === "chat" ? "Message" : "Text to continue";
+  if (document.activeElement !== title) title.value = current.title;
+  const usage = current.turns.findLast(turn => turn.usage)?.usage, most = server.max_model_len;
+  context.textContent = usage && current.mode === "chat"
+    ? `${(usage.prompt + usage.output).toLocaleString("en")}${most ? ` of ${most.toLocaleString("en")}` : ""} tokens` : "";
+  list.replaceChildren(...entries(conversations, current, runs, {open, drop}));
+}
+
+// Say something below the conversation, with a way to undo it.
+function say(text, undo = null) {
+  const close = button("×", () => note.replaceChildren(), {class: "plain", "aria-label": "Close"});
+  note.replaceChildren(make("span", {}, text), ...(undo ? [button("Undo", () => { note.replaceChildren(); undo(); }, {class: "plain"})] : []), close);
+}
+
+// --- Conversations ---
+
+// Store the current or another conversation; one without turns is not worth it.
+function keep(conversation = current) {
+  if (!conversation.turns.length) return;
+  if (!conversations.includes(conversation)) conversations.unshift(conversation);
+  const {dropped, kept} = store.save(conversation);
+  for (const each of dropped) {
+    const at = conversations.findIndex(one => one.id === each.id);
+    if (at >= 0) conversations.splice(at, 1);
+  }
+  if (dropped.length) say(`The browser's storage is full: ${dropped.map(each => `“${each.title}”`).join(", ")} had to go.`);
+  if (!kept && store.works) say("This conversation is too long for the browser's storage, and is lost when the page is closed. Export it to keep it.");
+}
+
+function touch(conversation) {
+  conversation.changed = Date.now();
+  keep(conversation);
+  conversations.sort((one, other) => other.changed - one.changed);
+}
+
+function open(conversation) {
+  current = conversation;
+  box.value = current.draft ?? "";
+  fit();
+  settings.show();
+  draw();
+  listPanel.closeSheet();
+  focusBox();
+}
+
+function drop(conversation) {
+  runs.get(conversation.id)?.controller.abort();
+  conversations.splice(conversations.indexOf(conversation), 1);
+  store.remove(conversation.id);
+  if (conversation === current) open(newConversation(current.settings, current.mode));
+  else drawControls();
+  say(`“${conversation.title}” is deleted.`, () => {
+    conversations.push(conversation);
+    touch(conversation);
+    open(conversation);
+  });
+}
+
+function clear() {
+  if (!confirm("Delete all conversations in this browser? This cannot be undone.")) return;
+  for (const {controller} of runs.values()) controller.abort();
+  conversations.length = 0;
+  store.clear();
+  open(newConversation());
+  say("All conversations are deleted.");
+}
+
+async function importAll() {
+  try {
+    const found = await importFile();
+    for (const each of found) keep(each);
+    if (found.length) open(found[0]);
+    if (found.length > 1) say(`${found.length} conversations are imported.`);
+  } catch (error) {
+    listPanel.closeSheet();
+    say(error.message);
+  }
+}
+
+// --- Turns ---
+
+async function answer() {
+  const conversation = current;
+  if (runs.has(conversation.id)) return;
+  const [path, body] = nextRequest(conversation);
+  const turn = newAnswer(), run = {controller: new AbortController(), view: null, timer: null, turn};
+  conversation.turns.push(turn);
+  runs.set(conversation.id, run);
+  touch(conversation);
+  draw();
+  let spent = 0;
+  const redraw = () => {
+    run.timer = null;
+    if (conversation !== current) return;
+    const begun = performance.now(), follows = isAtEnd();
+    run.view.draw();
+    if (follows) scrollToEnd();
+    spent = performance.now() - begun;
+  };
+  // A long answer takes longer to draw, but no more than a fifth of the time.
+  await ask(path, body, run.controller.signal, turn, () => { run.timer ??= setTimeout(redraw, Math.max(DRAW_MILLISECONDS, 4 * spent)); });
+  clearTimeout(run.timer);
+  runs.delete(conversation.id);
+  if (conversations.includes(conversation)) touch(conversation);
+  if (conversation !== current) return drawControls();
+  const follows = isAtEnd(), whole = turnElement(turn, actions, optionsOf(false)), details = run.view.element.querySelector("details");
+  whole.querySelector("details").open = details.open;
+  const hadFocus = log.contains(document.activeElement) && document.activeElement !== log;
+  run.view.element.replaceWith(whole);  // as one addition for screen readers
+  drawControls();
+  if (follows) scrollToEnd();
+  if (document.activeElement !== document.body && !hadFocus) return;
+  const result = whole.querySelector(".call textarea");
+  if (result) result.focus({preventScroll: true});
+  else focusBox();
+}
+
+// Ask with what `change` makes of the turns. A setting that cannot be sent leaves everything as it was.
+function tryAnswer(change) {
+  if (runs.has(current.id)) return say("Stop the answer first.");
+  const before = current.turns, copy = before.map(turn => ({...turn, calls: turn.calls?.map(call => ({...call}))}));
+  try {
+    change();
+    nextRequest(current);
+  } catch (error) {
+    current.turns = copy;
+    if (!(error instanceof WrongSetting)) throw error;
+    say(error.message);
+    settingsPanel.open();
+    settings.focus(error.field);
+    return draw();
+  }
+  note.replaceChildren();
+  answer();
+}
+
+const actions = {
+  again: turn => tryAnswer(() => { current.turns = current.turns.slice(0, current.turns.indexOf(turn)); }),
+  resend: (turn, text) => tryAnswer(() => {
+    current.turns = current.turns.slice(0, current.turns.indexOf(turn) + 1);
+    turn.content = text;
+  }),
+  sendResults: turn => tryAnswer(() => {
+    for (const call of turn.calls) call.result ??= call.typed ?? "";
+  }),
+  // A message goes with its answers, an answer with those that follow it up to the next message.
+  remove: turn => {
+    if (runs.has(current.id)) return say("Stop the answer first.");
+    const conversation = current, before = conversation.turns, at = before.indexOf(turn);
+    const next = before.findIndex((each, index) => index > at && each.role !== "assistant");
+    conversation.turns = [...before.slice(0, at), ...(next < 0 ? [] : before.slice(next))];
+    if (conversation.turns.length) touch(conversation);
+    else store.save(conversation);
+    draw();
+    say("Deleted.", () => {
+      conversation.turns = before;
+      touch(conversation);
+      open(conversation);
+    });
+    focusBox();
+  },
+};
+
+function send() {
+  const text = box.value;
+  if (!text.trim()) return box.focus();
+  tryAnswer(() => {
+    current.turns = [...current.turns, {role: "user", content: text}];
+    nextRequest(current);
+    current.title ||= titleOf(text);
+    current.draft = box.value = "";
+    fit();
+  });
+}
+
+function stop() {
+  runs.get(current.id)?.controller.abort();
+  focusBox();
+}
+
+// --- Controls ---
+
+// As high as its text.
+function fit() {
+  box.style.height = "auto";
+  box.style.height = `${box.scrollHeight + 2}px`;
+}
+box.addEventListener("input", () => {
+  current.draft = box.value;
+  fit();
+});
+box.addEventListener("keydown", event => {
+  if (!isEnter(event)) return;
+  event.preventDefault();
+  send();
+});
+$("chat").addEventListener("keydown", event => {
+  if (event.key === "Escape" && !event.target.closest("dialog:modal")) stop();
+});
+title.addEventListener("change", () => {
+  current.title = title.value.trim();
+  keep();
+  drawControls();
+});
+mode.addEventListener("change", () => {
+  current.mode = mode.value;
+  keep();
+  settings.show();
+  draw();
+});
+addEventListener("pagehide", () => {
+  if (current.draft || runs.size) keep();
+});
+// Another tab has changed a conversation, or deleted it, or all of them.
+addEventListener("storage", ({key}) => {
+  const id = idOf(key);
+  if (id === undefined || runs.has(id)) return;
+  for (const each of id === null ? [...conversations] : conversations.filter(one => one.id === id))
+    conversations.splice(conversations.indexOf(each), 1);
+  const fresh = id && store.get(id);
+  if (fresh) {
+    conversations.push(fresh);
+    conversations.sort((one, other) => other.changed - one.changed);
+    if (current.id === id) [current, fresh.draft] = [fresh, box.value];
+  }
+  if (fresh && current === fresh) draw();
+  else drawControls();
+});
+
+// The tab is shown.
+export function show() {
+  fit();
+  scrollToEnd();
+  focusBox();
+}
+
+// The server's state, once a second.
+export function take(state) {
+  const isNew = server.max_model_len !== state.max_model_len || server.model !== state.model;
+  server = state;
+  if (!isNew) return;
+  const {tools = true, reasoning = true} = state.capabilities ?? {};
+  settings.advise("tools", tools ? null : "This server does not know the model's format of calls (--tool-call-parser).");
+  settings.advise("thinking", reasoning ? null : "This server does not tell reasoning from the answer (--reasoning-parser).");
+  drawControls();
+  if (!current.turns.length) draw();
+}
+
+settings.show();
+draw();

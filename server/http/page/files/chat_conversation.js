@@ -1,0 +1,135 @@
+// Conversations as data: what the server is asked, and what is exported and imported.
+//
+// {id, title, created, changed, mode: "chat" | "text", settings: {name: text}, draft, turns}. A turn is {role, content} of the
+// user (or another role of an imported one), or an answer: see newAnswer() in chat_stream.js.
+
+import {newAnswer} from "./chat_stream.js";
+import {parameters, settingsOf} from "./chat_settings.js";
+
+const TITLE_CHARACTERS = 60;
+
+export function newConversation(settings = {}, mode = "chat") {
+  const now = Date.now(), id = `${now.toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
+  return {id, title: "", created: now, changed: now, mode, settings: {...settings}, draft: "", turns: []};
+}
+
+export const titleOf = text => {
+  const line = text.trim().split("\n")[0];
+  return line.length > TITLE_CHARACTERS ? `${line.slice(0, TITLE_CHARACTERS - 1)}…` : line;
+};
+
+export const pendingCalls = turn => turn?.calls?.filter(call => call.result === null) ?? [];
+
+// The messages of a chat. Answers that failed before they had any text are left out.
+export function messages({settings, turns}) {
+  const found = settings.system?.trim() ? [{role: "system", content: settings.system}] : [];
+  for (const turn of turns) {
+    if (turn.role !== "assistant") {
+      found.push({role: turn.role, content: turn.content});
+      continue;
+    }
+    if (!turn.content && !turn.calls.length) continue;
+    const calls = turn.calls.map(({id, name, arguments: text}) => ({id, type: "function", function: {name, arguments: text}}));
+    found.push({
+      role: "assistant", content: turn.content || null, ...(turn.reasoning ? {reasoning_content: turn.reasoning} : {}),
+      ...(calls.length ? {tool_calls: calls} : {}),
+    });
+    for (const {id, name, result} of turn.calls)
+      if (result !== null) found.push({role: "tool", tool_call_id: id, name, content: result});
+  }
+  return found;
+}
+
+// The path and the body of the request for the next answer. Raises WrongSetting.
+export function nextRequest(conversation) {
+  const {mode, settings, turns} = conversation;
+  const common = {stream: true, stream_options: {include_usage: true}, ...parameters(settings, mode)};
+  return mode === "chat" ? ["/v1/chat/completions", {messages: messages(conversation), ...common}]
+    : ["/v1/completions", {prompt: turns.findLast(turn => turn.role === "user").content, ...common}];
+}
+
+// The body of a request for chat completions, as a client would send it. `metadata` is for clients: servers ignore it.
+export function exported(conversation) {
+  let body;
+  try {
+    body = parameters(conversation.settings, conversation.mode);
+  } catch {
+    body = {};  // of settings that cannot be sent
+  }
+  if (conversation.mode === "text" && body.logprobs) body.logprobs = true;
+  const model = conversation.turns.findLast(turn => turn.model)?.model;
+  return {
+    ...(model ? {model} : {}), messages: messages(conversation), ...body,
+    metadata: {title: conversation.title, mode: conversation.mode, created: new Date(conversation.created).toISOString()},
+  };
+}
+
+function textOf(content, where) {
+  if (content === null || content === undefined) return "";
+  if (typeof content === "string") return content;
+  if (Array.isArray(content) && content.every(part => part?.type === "text" && typeof part.text === "string"))
+    return content.map(part => part.text).join("\n");
+  throw new Error(`${where}.content: only text can be imported`);
+}
+
+function addMessage(turns, message, where) {
+  if (typeof message?.role !== "string") throw new Error(`${where}.role is missing`);
+  const content = textOf(message.content, where);
+  if (message.role === "assistant") {
+    const reasoning = textOf(message.reasoning_content ?? message.reasoning, where);
+    const calls = (message.tool_calls ?? []).map(call => {
+      if (typeof call?.function?.name !== "string") throw new Error(`${where}.tool_calls: a call has no function`);
+      const given = call.function.arguments ?? "";
+      return {id: String(call.id ?? ""), name: call.function.name, arguments: typeof given === "string" ? given : JSON.stringify(given), result: null};
+    });
+    turns.push({...newAnswer(), content, reasoning, calls, finish: calls.length ? "tool_calls" : "stop"});
+  } else if (message.role === "tool") {
+    const call = turns.flatMap(turn => turn.calls ?? []).findLast(each => each.id === message.tool_call_id && each.result === null);
+    if (!call) throw new Error(`${where}: there is no call ${JSON.stringify(message.tool_call_id)} before its result`);
+    call.result = content;
+  } else {
+    turns.push({role: message.role, content});
+  }
+}
+
+// The conversations of an exported text: one body with `messages`, an array of them, or an array of messages.
+export function imported(text) {
+  let given = JSON.parse(text);
+  if (Array.isArray(given) && given.every(each => typeof each?.role === "string")) given = {messages: given};
+  return [given].flat().map(body => {
+    if (!Array.isArray(body?.messages)) throw new Error("there is no array of messages");
+    const metadata = typeof body.metadata === "object" && body.metadata !== null ? body.metadata : {};
+    const made = newConversation(settingsOf(body), metadata.mode === "text" ? "text" : "chat");
+    const [first] = body.messages, hasSystem = first?.role === "system";
+    if (hasSystem) made.settings.system = textOf(first.content, "messages[0]");
+    body.messages.forEach((message, at) => {
+      if (at || !hasSystem) addMessage(made.turns, message, `messages[${at}]`);
+    });
+    const created = Date.parse(metadata.created);
+    if (created) made.created = created;
+    made.title = titleOf(String(metadata.title || made.turns.find(turn => turn.content)?.content || "Imported"));
+    return made;
+  });
+}
+
+const fenced = (text, language) => {
+  const fence = "`".repeat(Math.max(3, ...[...text.matchAll(/`+/g)].map(([found]) => found.length + 1)));
+  return `${fence}${language}\n${text}\n${fence}`;
+};
+
+// A conversation as Markdown.
+export function asMarkdown({title, settings, turns}) {
+  const parts = [`# ${title || "Conversation"}`];
+  if (settings.system?.trim()) parts.push("## System", settings.system);
+  for (const turn of turns) {
+    parts.push(`## ${turn.role[0].toUpperCase()}${turn.role.slice(1)}`);
+    if (turn.reasoning) parts.push(`<details><summary>Reasoning</summary>\n\n${turn.reasoning}\n\n</details>`);
+    if (turn.content) parts.push(turn.content);
+    for (const call of turn.calls ?? []) {
+      parts.push(`Call of \`${call.name}\`:`, fenced(call.arguments, "json"));
+      if (call.result !== null) parts.push("Result:", fenced(call.result, ""));
+    }
+    if (turn.error) parts.push(`> Error: ${turn.error.message}`);
+  }
+  return `${parts.join("\n\n")}\n`;
+}
