@@ -26,8 +26,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 
 pytest_plugins = ("tests.tiers",)
 
-OF_SLOW_TESTS = {"playwright": "e2e/test_ui.py", "schemathesis": "e2e/test_openapi_fuzz.py"}
-collect_ignore = [file for package, file in OF_SLOW_TESTS.items() if find_spec(package) is None]
+OF_SLOW_TESTS = {
+    "e2e/test_ui.py": "playwright",
+    "e2e/test_ui_chat.py": "playwright",
+    "e2e/test_openapi_fuzz.py": "schemathesis",
+}
+collect_ignore = [file for file, package in OF_SLOW_TESTS.items() if find_spec(package) is None]
 """Files with slow tests only. Without the packages that `scripts/setup ci` installs they cannot be imported."""
 
 NAMESPACES = {f"tests/e2e/test_{name}.py" for name in ("doctor", "namespaces", "nodes", "ray", "replicas")}

@@ -181,16 +181,15 @@ async function answer() {
   runs.delete(conversation.id);
   if (conversations.includes(conversation)) touch(conversation);
   if (conversation !== current) return drawControls();
-  const follows = isAtEnd(), whole = turnElement(turn, actions, optionsOf(false)), details = run.view.element.querySelector("details");
-  whole.querySelector("details").open = details.open;
-  const hadFocus = log.contains(document.activeElement) && document.activeElement !== log;
-  run.view.element.replaceWith(whole);  // as one addition for screen readers
+  const follows = isAtEnd(), {element} = run.view, hadFocus = element.contains(document.activeElement);
+  run.view.end();
+  element.remove();
+  log.append(element);  // one addition for screen readers
   drawControls();
   if (follows) scrollToEnd();
-  if (document.activeElement !== document.body && !hadFocus) return;
-  const result = whole.querySelector(".call textarea");
-  if (result) result.focus({preventScroll: true});
-  else focusBox();
+  const result = element.querySelector(".call textarea"), isFree = hadFocus || document.activeElement === document.body;
+  if (result && (isFree || (document.activeElement === box && !box.value))) result.focus({preventScroll: true});
+  else if (isFree) focusBox();
 }
 
 // Ask with what `change` makes of the turns. A setting that cannot be sent leaves everything as it was.

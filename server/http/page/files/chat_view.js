@@ -115,7 +115,8 @@ export class Answer {
   constructor(turn, actions, options) {
     [this.#turn, this.#actions, this.#options] = [turn, actions, options];
     this.#parts.reasoning.append(this.#thoughts);
-    this.element = make("article", {class: "turn assistant", "aria-live": options.isRunning ? "off" : null, "aria-busy": options.isRunning},
+    this.element = make("article", {class: "turn assistant", "aria-live": options.isRunning ? "off" : null,
+      "aria-busy": options.isRunning ? "true" : null},
       make("h3", {class: "unseen"}, "assistant"), ...Object.values(this.#parts));
     this.#fill();
     if (options.isRunning) this.draw();
@@ -141,7 +142,7 @@ export class Answer {
     if (turn.scored.length && !this.#grows && turn.shown !== "text") this.#fill();
     if (this.#grows) this.#body.show(turn.scored);
     else if (this.#options.mode === "text") answer.textContent = turn.content;
-    else if (turn.content) this.#body.show(turn.content);
+    else if (turn.content) this.#body[this.#options.isRunning ? "show" : "end"](turn.content);
     if (turn.reasoning) {
       reasoning.hidden = false;
       reasoning.firstChild.textContent = turn.thought !== null ? `Reasoned for ${seconds(turn.thought)}`
@@ -159,8 +160,10 @@ export class Answer {
   end() {
     const turn = this.#turn, actions = this.#actions, {calls, footer} = this.#parts;
     this.#options.isRunning = false;
-    this.#fill();
     this.draw();
+    this.element.classList.remove("empty");
+    this.element.removeAttribute("aria-busy");
+    this.element.removeAttribute("aria-live");
     calls.replaceChildren(...turn.calls.map((call, at) => callCard(call, at, actions, turn)));
     if (pendingCalls(turn).length) calls.append(button("Send results", () => actions.sendResults(turn), {class: "primary send-results"}));
     if (turn.error) calls.append(failure(turn, actions, this.#options.limit));
@@ -169,6 +172,7 @@ export class Answer {
     if (!turn.error) buttons.push(button("Regenerate", () => actions.again(turn), {class: "plain regenerate"}));
     if (turn.scored.length) buttons.push(button(this.#grows ? "As text" : "As tokens", () => {
       turn.shown = this.#grows ? "text" : "tokens";
+      this.#fill();
       this.end();
     }));
     buttons.push(button("Delete", () => actions.remove(turn)));

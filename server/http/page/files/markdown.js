@@ -94,13 +94,13 @@ function elements(tokens) {
   return made;
 }
 
-// A text that grows, as the children of an element. Blocks that cannot change any more are kept, so that only the last one
-// is parsed and made again.
+// A text that grows, as the children of an element. Blocks that cannot change any more are kept, so that only the last ones
+// are parsed and made again: two, as a line that is not yet complete, such as "2" in a list, looks like a block of its own.
 export class GrowingMarkdown {
   #element;
   #kept = 0;  // characters
   #links = {};  // definitions, such as [name]: https://…
-  #open = [];  // the nodes of the block that may still change
+  #open = [];  // the nodes of blocks that may still change
 
   constructor(element) {
     this.#element = element;
@@ -110,7 +110,8 @@ export class GrowingMarkdown {
   show(text) {
     const lexer = new marked.Lexer(library.defaults);
     Object.assign(lexer.tokens.links, this.#links);
-    const tokens = lexer.lex(text.slice(this.#kept)), last = tokens.findLastIndex(each => each.type !== "space");
+    const tokens = lexer.lex(text.slice(this.#kept));
+    const last = tokens.map((each, at) => each.type === "space" ? -1 : at).filter(at => at >= 0).at(-2) ?? 0;
     for (const node of this.#open) node.remove();
     if (last > 0) {
       const final = tokens.slice(0, last);
@@ -118,9 +119,15 @@ export class GrowingMarkdown {
       this.#kept += final.reduce((total, each) => total + each.raw.length, 0);
       Object.assign(this.#links, lexer.tokens.links);
     }
-    const rest = elements(tokens.slice(Math.max(0, last)));
+    const rest = elements(tokens.slice(last));
     this.#open = [...rest.childNodes];
     this.#element.append(rest);
+  }
+
+  // Show the whole text. A definition also applies to the blocks above it, so these are made again.
+  end(text) {
+    this.show(text);
+    if (Object.keys(this.#links).length) this.#element.replaceChildren(markdown(text));
   }
 }
 
