@@ -267,6 +267,12 @@ HOSTILE = [
     "<template><script>attack()</script></template><base href='https://evil.example/'><meta http-equiv=refresh>",
 ]
 
+OWN = (
+    "a, blockquote, button, code, details, div, footer, h3, kbd, label, p, pre, section, span, summary, table, tbody, "
+    "td, textarea, th, thead, tr"
+)
+"""The elements of answers."""
+
 
 @pytest.mark.parametrize("mode", ["Markdown", "tokens"])
 def test_nothing_in_a_hostile_answer_runs_or_is_loaded(chat: Page, server: Server, answers: Answers, mode: str) -> None:
@@ -284,15 +290,10 @@ def test_nothing_in_a_hostile_answer_runs_or_is_loaded(chat: Page, server: Serve
     if mode == "tokens":
         answer.locator(".token").hover(position={"x": 2, "y": 2})
         expect(chat.get_by_role("tooltip")).to_contain_text(HOSTILE[1].replace(" ", "␣"))
-    elements = set(turns(chat).locator("*").evaluate_all("all => all.map(each => each.localName)"))
-    assert elements <= set(
-        "h3 div span p code pre button footer details summary section label textarea a table thead tbody tr th td "
-        "kbd blockquote".split()
-    )
+    expect(turns(chat).locator(f":not({OWN})")).to_have_count(0)
     attributes = set(answer.locator("*").evaluate_all("all => all.flatMap(each => each.getAttributeNames())"))
-    assert not {name for name in attributes if name.startswith("on") or name in ("src", "srcdoc", "action", "href")} - {
-        "href"
-    }
+    assert not {name for name in attributes if name.startswith("on")}
+    assert not attributes & {"src", "srcdoc", "action", "name", "style" if mode == "Markdown" else "src"}
     links = answer.locator("a").evaluate_all("all => all.map(each => [each.href, each.target, each.rel])")
     if mode == "Markdown":
         assert {url for url, *_ in links} >= {"https://evil.example/auto", "https://evil.example/?secret"}
@@ -362,7 +363,8 @@ def test_a_growing_answer_is_rendered_as_a_whole_one(chat: Page) -> None:
                     growing.show(text.slice(0, end));
                     if (end > 120) title ??= grown.firstChild;
                 }
-                if (grown.innerHTML !== whole.innerHTML || title !== grown.firstChild) different.push([step, grown.innerHTML]);
+                if (grown.innerHTML !== whole.innerHTML || title !== grown.firstChild)
+                    different.push([step, grown.innerHTML]);
             }
             return different.length ? [...different, whole.innerHTML] : [];
         }""",
@@ -587,7 +589,8 @@ def test_an_exported_conversation_is_a_request_and_can_be_imported(
     sent["messages"].append({"role": "assistant", "content": "It is `late`.\n\n```\ncode\n```"})
     assert body == {name: value for name, value in sent.items() if not name.startswith("stream")}
     assert save("Export as Markdown").read_text() == (
-        "# hello\n\n## System\n\nBe brief.\n\n## User\n\nhello\n\n## Assistant\n\nCall of `now`:\n\n```json\n{}\n```\n\n"
+        "# hello\n\n## System\n\nBe brief.\n\n## User\n\nhello\n\n"
+        "## Assistant\n\nCall of `now`:\n\n```json\n{}\n```\n\n"
         "Result:\n\n```\n18:05\n```\n\n## Assistant\n\nIt is `late`.\n\n```\ncode\n```\n"
     )
     everything = save("Export all")
@@ -666,7 +669,8 @@ def test_every_control_has_a_name_and_fits(chat: Page, answers: Answers, width: 
     assert over == [0, 0]
     nameless = chat.locator("#chat").evaluate(
         """chat => [...chat.querySelectorAll("input, textarea, select, button")].filter(each =>
-            !each.labels?.length && !each.getAttribute("aria-label") && !each.textContent.trim()).map(each => each.outerHTML)"""
+            !each.labels?.length && !each.getAttribute("aria-label") && !each.textContent.trim()
+        ).map(each => each.outerHTML)"""
     )
     assert nameless == []
     box = chat.get_by_label("Message", exact=True).bounding_box()

@@ -22,11 +22,14 @@ const button = (label, onclick, rest = {}) => make("button", {type: "button", on
 const log = make("div", {id: "chat-log", role: "log", "aria-label": "Conversation", tabindex: 0});
 const note = make("div", {id: "chat-note", role: "status"});
 const toEnd = button("↓ Newest", () => scrollToEnd(), {id: "chat-end", hidden: true});
-const box = make("textarea", {id: "chat-box", rows: 1, "aria-label": "Message", title: "Enter sends, Shift+Enter starts a new line"});
+const box = make("textarea",
+  {id: "chat-box", rows: 1, "aria-label": "Message", title: "Enter sends, Shift+Enter starts a new line"});
 const sendButton = make("button", {class: "primary"}, "Send");
 const stopButton = button("Stop", () => stop(), {hidden: true, class: "primary"});
-const title = make("input", {id: "chat-title", "aria-label": "Title of the conversation", placeholder: "New conversation", autocomplete: "off"});
-const mode = make("select", {id: "chat-mode"}, make("option", {value: "chat"}, "chat"), make("option", {value: "text"}, "completion"));
+const title = make("input",
+  {id: "chat-title", "aria-label": "Title of the conversation", placeholder: "New conversation", autocomplete: "off"});
+const mode = make("select", {id: "chat-mode"},
+  make("option", {value: "chat"}, "chat"), make("option", {value: "text"}, "completion"));
 const context = make("span", {id: "chat-context", class: "soft"});
 const list = make("ul", {id: "chat-entries"});
 const settings = new SettingsForm(() => current, () => keep());
@@ -34,13 +37,14 @@ const composer = make("form", {id: "composer", onsubmit: event => { event.preven
   box, make("div", {class: "send"}, stopButton, sendButton));
 const listPanel = panel("chat-list", "Conversations",
   button("New conversation", () => open(newConversation(current.settings, current.mode)), {class: "primary"}), list,
-  make("div", {class: "panel-foot"}, button("Import", () => importAll()), button("Export all", () => saveAll(conversations)),
-    button("Delete all", () => clear()), make("small", {class: "soft"}, store.works ? "Kept in this browser only."
+  make("div", {class: "panel-foot"}, button("Import", () => importAll()),
+    button("Export all", () => saveAll(conversations)), button("Delete all", () => clear()),
+    make("small", {class: "soft"}, store.works ? "Kept in this browser only."
       : "The browser's storage is blocked: conversations are lost when the page is closed.")));
 const settingsPanel = panel("chat-settings", "Settings",
-  make("div", {class: "setting"}, make("label", {for: "chat-mode"}, "API"), mode), settings.element, make("div", {class: "panel-foot"},
-  button("Reset", () => { current.settings = {}; settings.show(); keep(); }),
-  button("Export as JSON", () => saveJson(current)), button("Export as Markdown", () => saveMarkdown(current))));
+  make("div", {class: "setting"}, make("label", {for: "chat-mode"}, "API"), mode), settings.element,
+  make("div", {class: "panel-foot"}, button("Reset", () => { current.settings = {}; settings.show(); keep(); }),
+    button("Export as JSON", () => saveJson(current)), button("Export as Markdown", () => saveMarkdown(current))));
 $("chat").append(listPanel.dialog, make("section", {id: "chat-room"},
   make("div", {id: "chat-bar"}, listPanel.toggle, title, context, settingsPanel.toggle),
   make("div", {id: "chat-scroll"}, log, toEnd), note, composer), settingsPanel.dialog);
@@ -66,7 +70,8 @@ function draw() {
   }));
   if (!current.turns.length) log.append(make("div", {class: "welcome soft"}, make("b", {}, server.model ?? ""),
     make("p", {class: "chat-only"}, "Ask something. Settings that are left empty are the server's."),
-    make("p", {class: "text-only"}, "The model continues your text. Each prompt is sent by itself, without a chat template.")));
+    make("p", {class: "text-only"},
+      "The model continues your text. Each prompt is sent by itself, without a chat template.")));
   scrollToEnd();
   drawControls();
 }
@@ -78,16 +83,17 @@ function drawControls() {
   $("chat").dataset.mode = mode.value = current.mode;
   box.placeholder = current.mode === "chat" ? "Message" : "Text to continue";
   if (document.activeElement !== title) title.value = current.title;
-  const usage = current.turns.findLast(turn => turn.usage)?.usage, most = server.max_model_len;
+  const usage = current.turns.findLast(turn => turn.usage)?.usage, most = server.max_model_len?.toLocaleString("en");
   context.textContent = usage && current.mode === "chat"
-    ? `${(usage.prompt + usage.output).toLocaleString("en")}${most ? ` of ${most.toLocaleString("en")}` : ""} tokens` : "";
+    ? `${(usage.prompt + usage.output).toLocaleString("en")}${most ? ` of ${most}` : ""} tokens` : "";
   list.replaceChildren(...entries(conversations, current, runs, {open, drop}));
 }
 
 // Say something below the conversation, with a way to undo it.
 function say(text, undo = null) {
   const close = button("×", () => note.replaceChildren(), {class: "plain", "aria-label": "Close"});
-  note.replaceChildren(make("span", {}, text), ...(undo ? [button("Undo", () => { note.replaceChildren(); undo(); }, {class: "plain"})] : []), close);
+  const back = button("Undo", () => { note.replaceChildren(); undo(); }, {class: "plain"});
+  note.replaceChildren(make("span", {}, text), ...(undo ? [back] : []), close);
 }
 
 // --- Conversations ---
@@ -101,8 +107,9 @@ function keep(conversation = current) {
     const at = conversations.findIndex(one => one.id === each.id);
     if (at >= 0) conversations.splice(at, 1);
   }
-  if (dropped.length) say(`The browser's storage is full: ${dropped.map(each => `“${each.title}”`).join(", ")} had to go.`);
-  if (!kept && store.works) say("This conversation is too long for the browser's storage, and is lost when the page is closed. Export it to keep it.");
+  const names = dropped.map(each => `“${each.title}”`).join(", ");
+  if (names) say(`The browser's storage is full: ${names} had to go.`);
+  if (!kept && store.works) say("This conversation is too long for the browser's storage. Export it to keep it.");
 }
 
 function touch(conversation) {
@@ -176,7 +183,9 @@ async function answer() {
     spent = performance.now() - begun;
   };
   // A long answer takes longer to draw, but no more than a fifth of the time.
-  await ask(path, body, run.controller.signal, turn, () => { run.timer ??= setTimeout(redraw, Math.max(DRAW_MILLISECONDS, 4 * spent)); });
+  await ask(path, body, run.controller.signal, turn, () => {
+    run.timer ??= setTimeout(redraw, Math.max(DRAW_MILLISECONDS, 4 * spent));
+  });
   clearTimeout(run.timer);
   runs.delete(conversation.id);
   if (conversations.includes(conversation)) touch(conversation);
@@ -286,7 +295,7 @@ mode.addEventListener("change", () => {
   draw();
 });
 addEventListener("pagehide", () => {
-  if (current.draft || runs.size) keep();
+  for (const each of [...conversations]) if (each === current || runs.has(each.id)) keep(each);
 });
 // Another tab has changed a conversation, or deleted it, or all of them.
 addEventListener("storage", ({key}) => {
@@ -307,7 +316,7 @@ addEventListener("storage", ({key}) => {
 // The tab is shown.
 export function show() {
   fit();
-  scrollToEnd();
+  if (toEnd.hidden) scrollToEnd();
   focusBox();
 }
 
@@ -317,8 +326,9 @@ export function take(state) {
   server = state;
   if (!isNew) return;
   const {tools = true, reasoning = true} = state.capabilities ?? {};
-  settings.advise("tools", tools ? null : "This server does not know the model's format of calls (--tool-call-parser).");
-  settings.advise("thinking", reasoning ? null : "This server does not tell reasoning from the answer (--reasoning-parser).");
+  settings.advise("tools", tools ? null : "The server does not know the model's format of calls (--tool-call-parser).");
+  settings.advise("thinking", reasoning ? null
+    : "The server does not know the model's format of reasoning (--reasoning-parser).");
   drawControls();
   if (!current.turns.length) draw();
 }

@@ -1,7 +1,7 @@
 // Conversations as data: what the server is asked, and what is exported and imported.
 //
-// {id, title, created, changed, mode: "chat" | "text", settings: {name: text}, draft, turns}. A turn is {role, content} of the
-// user (or another role of an imported one), or an answer: see newAnswer() in chat_stream.js.
+// {id, title, created, changed, mode: "chat" | "text", settings: {name: text}, draft, turns}. A turn is {role, content} of
+// the user (or another role of an imported one), or an answer: see newAnswer() in chat_stream.js.
 
 import {newAnswer} from "./chat_stream.js";
 import {parameters, settingsOf} from "./chat_settings.js";
@@ -29,7 +29,8 @@ export function messages({settings, turns}) {
       continue;
     }
     if (!turn.content && !turn.calls.length) continue;
-    const calls = turn.calls.map(({id, name, arguments: text}) => ({id, type: "function", function: {name, arguments: text}}));
+    const calls = turn.calls.map(({id, name, arguments: text}) =>
+      ({id, type: "function", function: {name, arguments: text}}));
     found.push({
       role: "assistant", content: turn.content || null, ...(turn.reasoning ? {reasoning_content: turn.reasoning} : {}),
       ...(calls.length ? {tool_calls: calls} : {}),
@@ -50,17 +51,18 @@ export function nextRequest(conversation) {
 
 // The body of a request for chat completions, as a client would send it. `metadata` is for clients: servers ignore it.
 export function exported(conversation) {
+  const {title, mode, created} = conversation;
   let body;
   try {
-    body = parameters(conversation.settings, conversation.mode);
+    body = parameters(conversation.settings, mode);
   } catch {
     body = {};  // of settings that cannot be sent
   }
-  if (conversation.mode === "text" && body.logprobs) body.logprobs = true;
+  if (mode === "text" && body.logprobs) body.logprobs = true;
   const model = conversation.turns.findLast(turn => turn.model)?.model;
   return {
     ...(model ? {model} : {}), messages: messages(conversation), ...body,
-    metadata: {title: conversation.title, mode: conversation.mode, created: new Date(conversation.created).toISOString()},
+    metadata: {title, mode, created: new Date(created).toISOString()},
   };
 }
 
@@ -79,12 +81,12 @@ function addMessage(turns, message, where) {
     const reasoning = textOf(message.reasoning_content ?? message.reasoning, where);
     const calls = (message.tool_calls ?? []).map(call => {
       if (typeof call?.function?.name !== "string") throw new Error(`${where}.tool_calls: a call has no function`);
-      const given = call.function.arguments ?? "";
-      return {id: String(call.id ?? ""), name: call.function.name, arguments: typeof given === "string" ? given : JSON.stringify(given), result: null};
+      const given = call.function.arguments ?? "", text = typeof given === "string" ? given : JSON.stringify(given);
+      return {id: String(call.id ?? ""), name: call.function.name, arguments: text, result: null};
     });
     turns.push({...newAnswer(), content, reasoning, calls, finish: calls.length ? "tool_calls" : "stop"});
   } else if (message.role === "tool") {
-    const call = turns.flatMap(turn => turn.calls ?? []).findLast(each => each.id === message.tool_call_id && each.result === null);
+    const call = turns.flatMap(pendingCalls).findLast(each => each.id === message.tool_call_id);
     if (!call) throw new Error(`${where}: there is no call ${JSON.stringify(message.tool_call_id)} before its result`);
     call.result = content;
   } else {

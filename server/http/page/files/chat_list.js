@@ -36,14 +36,19 @@ export const importFile = () => new Promise((resolve, reject) => {
 });
 
 const dayOf = time => {
-  const then = new Date(time);
-  return then.toDateString() === new Date().toDateString()
-    ? then.toLocaleTimeString([], {hour: "2-digit", minute: "2-digit"}) : then.toLocaleDateString([], {day: "numeric", month: "short"});
+  const then = new Date(time), isToday = then.toDateString() === new Date().toDateString();
+  return isToday ? then.toLocaleTimeString([], {hour: "2-digit", minute: "2-digit"})
+    : then.toLocaleDateString([], {day: "numeric", month: "short"});
 };
 
 // The entries of the list. `running` has the ids of those that are being answered.
-export const entries = (conversations, current, running, actions) => conversations.map(each => make("li", {},
-  make("button", {type: "button", class: "entry", "aria-current": each === current ? "true" : null, onclick: () => actions.open(each)},
-    make("span", {class: "entry-title"}, each.title || titleOf(each.draft ?? "") || "New conversation"),
-    make("span", {class: "soft"}, running.has(each.id) ? "answering…" : dayOf(each.changed))),
-  make("button", {type: "button", class: "plain", "aria-label": `Delete ${each.title || "conversation"}`, onclick: () => actions.drop(each)}, "×")));
+export const entries = (conversations, current, running, actions) => conversations.map(each => {
+  const title = each.title || titleOf(each.draft ?? "") || "New conversation";
+  const isCurrent = each === current ? "true" : null;
+  return make("li", {},
+    make("button", {type: "button", class: "entry", "aria-current": isCurrent, onclick: () => actions.open(each)},
+      make("span", {class: "entry-title"}, title),
+      make("span", {class: "soft"}, running.has(each.id) ? "answering…" : dayOf(each.changed))),
+    make("button", {type: "button", class: "plain", "aria-label": `Delete ${title}`, onclick: () => actions.drop(each)},
+      "×"));
+});

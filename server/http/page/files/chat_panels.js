@@ -1,5 +1,5 @@
-// The panels beside the chat: the list of conversations, and the settings. On wide screens they are columns; on others sheets
-// above the page, which Escape closes.
+// The panels beside the chat: the list of conversations, and the settings. On wide screens they are columns; on others
+// sheets above the page, which Escape closes.
 
 import {make} from "./dom.js";
 
@@ -7,7 +7,7 @@ const wide = matchMedia("(min-width: 1100px)");
 
 // A panel and the button that opens and closes it.
 export function panel(id, title, ...content) {
-  const close = make("button", {type: "button", class: "plain close", "aria-label": `Close ${title.toLowerCase()}`}, "Close");
+  const close = make("button", {type: "button", class: "plain", "aria-label": `Close ${title.toLowerCase()}`}, "Close");
   const dialog = make("dialog", {id, class: "panel", "aria-label": title},
     make("div", {class: "panel-head"}, make("h2", {}, title), close), ...content);
   const toggle = make("button", {type: "button", "aria-controls": id, class: "toggle"}, title);

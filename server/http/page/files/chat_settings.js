@@ -1,5 +1,5 @@
-// The settings of a conversation: kept as the texts that the user typed, and sent as fields of a request. An empty one is
-// not sent, so that the server's default applies.
+// The settings of a conversation: kept as the texts that the user typed, and sent as fields of a request. An empty one
+// is not sent, so that the server's default applies.
 
 import {make} from "./dom.js";
 
@@ -26,8 +26,9 @@ function number(text) {
   return Number(text);
 }
 function integer(text) {
-  if (!/^[-+]?\d+$/.test(text) || !Number.isSafeInteger(Number(text))) throw new Error(`${JSON.stringify(text)} is not a whole number`);
-  return Number(text);
+  const value = /^[-+]?\d+$/.test(text) ? Number(text) : NaN;
+  if (!Number.isSafeInteger(value)) throw new Error(`${JSON.stringify(text)} is not a whole number`);
+  return value;
 }
 function tools(text) {
   const value = json(text);
@@ -53,19 +54,20 @@ const stopsText = value => [value].flat().map(each =>
 
 // `read` and `write` convert between text and the field of the same name; `to` and `from` where the request differs.
 const plain = (name, read, rest = {}) => ({
-  name, label: name, to: (text, mode) => ({[name]: read(text, mode)}), from: body => body[name] === undefined ? undefined : String(body[name]),
-  ...rest,
+  name, label: name, to: text => ({[name]: read(text)}),
+  from: body => body[name] === undefined ? undefined : String(body[name]), ...rest,
 });
 const THINKING = {on: true, off: false};
 
-// The settings in their groups. `chat`: not for completions; `rows`: several lines; `choices`: a list, "" is the default.
+// The settings in their groups. `chat`: not for completions; `rows`: several lines; `choices`: a list, "" the default.
 export const GROUPS = [
   ["", [
     {name: "system", label: "System prompt", rows: 4, chat: true},
   ]],
   ["Sampling", [
     plain("temperature", number), plain("top_p", number), plain("top_k", integer), plain("min_p", number),
-    plain("max_tokens", integer), plain("seed", integer), plain("presence_penalty", number), plain("frequency_penalty", number),
+    plain("max_tokens", integer), plain("seed", integer), plain("presence_penalty", number),
+    plain("frequency_penalty", number),
     plain("stop", stops, {label: "stop", rows: 1, hint: "One a line; \\n is a line break",
       from: body => body.stop === undefined || body.stop === null ? undefined : stopsText(body.stop)}),
   ]],
@@ -140,8 +142,8 @@ export class SettingsForm {
   #row(field, changed) {
     const id = `setting-${field.name}`, kind = field.isSwitch ? "switch" : field.rows ? "area" : "line";
     const common = {id, "aria-describedby": `${id}-note`, spellcheck: "false", autocomplete: "off"};
-    const input = field.choices
-      ? make("select", common, make("option", {value: ""}, "default"), ...field.choices.map(each => make("option", {value: each}, each)))
+    const choices = (field.choices ?? []).map(each => make("option", {value: each}, each));
+    const input = field.choices ? make("select", common, make("option", {value: ""}, "default"), ...choices)
       : field.isSwitch ? make("input", {...common, type: "checkbox"})
       : field.rows ? make("textarea", {...common, rows: field.rows, class: field.code ? "mono" : ""})
       : make("input", {...common, inputmode: "decimal", placeholder: "default"});
@@ -152,7 +154,8 @@ export class SettingsForm {
       this.check();
       changed();
     });
-    return make("div", {class: `setting ${kind} ${field.chat ? "chat-only" : ""}`}, make("label", {for: id}, field.label), input, note);
+    return make("div", {class: `setting ${kind} ${field.chat ? "chat-only" : ""}`},
+      make("label", {for: id}, field.label), input, note);
   }
 
   // Show the settings of the current conversation.

@@ -11,7 +11,10 @@ const stored = conversation => JSON.stringify(conversation, (name, value) => nam
 function parsed(text) {
   try {
     const found = JSON.parse(text);
-    return typeof found?.id === "string" && Array.isArray(found.turns) ? found : null;
+    if (typeof found?.id !== "string" || !Array.isArray(found.turns)) return null;
+    for (const turn of found.turns)
+      if (turn.role === "assistant" && !turn.error) turn.finish ??= "stopped";  // the page was closed meanwhile
+    return found;
   } catch {
     return null;
   }

@@ -38,7 +38,8 @@ function scored(logprobs, decoder) {
     name: each.token, logprob: each.logprob, top: (each.top_logprobs ?? []).map(one => [one.token, one.logprob]),
   }));
   return (logprobs.tokens ?? []).map((token, at) => ({
-    text: token, name: token, logprob: logprobs.token_logprobs[at], top: Object.entries(logprobs.top_logprobs?.[at] ?? {}),
+    text: token, name: token, logprob: logprobs.token_logprobs[at],
+    top: Object.entries(logprobs.top_logprobs?.[at] ?? {}),
   }));
 }
 
@@ -65,7 +66,8 @@ export function add(turn, event, decoder) {
   turn.finish = choice.finish_reason ?? turn.finish;
 }
 
-// Asks, and adds the answer to `turn` as it comes. What goes wrong becomes `turn.error`; `changed` is called after each event.
+// Asks, and adds the answer to `turn` as it comes, with a call of `changed` after each event. What goes wrong becomes
+// `turn.error`.
 export async function ask(path, body, signal, turn, changed) {
   const begun = performance.now(), decoder = new TextDecoder();
   const since = then => (performance.now() - then) / 1000;

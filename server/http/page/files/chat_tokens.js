@@ -1,10 +1,12 @@
-// An answer as tokens, each the paler the more likely it was, with the alternatives of the one below the pointer or the focus.
+// An answer as tokens, each the paler the more likely it was, with the alternatives of the one that is pointed at or has
+// the focus.
 
 import {make} from "./dom.js";
 
 const share = logprob => {
   const percent = 100 * Math.exp(logprob);
-  return `${percent >= 99.95 ? "100" : percent >= 10 ? percent.toFixed(1) : percent >= 0.01 ? percent.toFixed(2) : "<0.01"} %`;
+  return percent >= 99.95 ? "100 %" : percent >= 10 ? `${percent.toFixed(1)} %`
+    : percent >= 0.01 ? `${percent.toFixed(2)} %` : "<0.01 %";
 };
 // A token with its blanks made visible.
 const visible = text => text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "(empty)";
@@ -17,7 +19,8 @@ function alternatives({name, logprob, top}) {
       const bar = make("i");
       bar.style.width = `${100 * Math.exp(each)}%`;
       return make("tr", {class: text === name ? "chosen" : ""},
-        make("td", {class: "mono"}, visible(text)), make("td", {class: "number"}, share(each)), make("td", {class: "bar"}, bar));
+        make("td", {class: "mono"}, visible(text)), make("td", {class: "number"}, share(each)),
+        make("td", {class: "bar"}, bar));
     })));
 }
 
@@ -75,7 +78,8 @@ export class GrowingTokens {
     const first = this.#tokens.length;
     this.#element.append(...tokens.slice(first).map((token, at) => {
       const likely = Math.exp(token.logprob), text = token.text || "·";
-      const span = make("span", {class: "token", tabindex: first + at ? -1 : 0, "aria-label": `${visible(token.name)}, ${share(token.logprob)}`}, text);
+      const label = `${visible(token.name)}, ${share(token.logprob)}`;
+      const span = make("span", {class: "token", tabindex: first + at ? -1 : 0, role: "img", "aria-label": label}, text);
       span.style.setProperty("--unlikely", `${(60 * (1 - likely)).toFixed(0)}%`);
       return span;
     }));

@@ -13,9 +13,10 @@ const ENDS = {length: "cut: the token limit is reached", stopped: "stopped", too
 // A message of the user.
 function message(turn, actions) {
   const text = make("div", {class: "text"}, turn.content);
-  const article = make("article", {class: "turn user"}, make("h3", {class: turn.role === "user" ? "unseen" : ""}, turn.role), text,
-    make("footer", {}, button("Edit", () => edit(article, turn, actions)), button("Copy", event => copy(turn.content, event.target)),
-      button("Delete", () => actions.remove(turn))));
+  const head = make("h3", {class: turn.role === "user" ? "unseen" : ""}, turn.role);
+  const article = make("article", {class: "turn user"}, head, text, make("footer", {},
+    button("Edit", () => edit(article, turn, actions)), button("Copy", event => copy(turn.content, event.target)),
+    button("Delete", () => actions.remove(turn))));
   return article;
 }
 
@@ -56,7 +57,8 @@ function pretty(text) {
 
 // A tool call, with a box for its result.
 function callCard(call, at, actions, turn) {
-  const card = make("section", {class: "call", "aria-label": `Call of ${call.name}`}, codeBlock(pretty(call.arguments), `${call.name} (arguments)`));
+  const card = make("section", {class: "call", "aria-label": `Call of ${call.name}`},
+    codeBlock(pretty(call.arguments), `${call.name} (arguments)`));
   const id = `result-${turn.created}-${at}`;
   if (call.result !== null) {
     card.append(codeBlock(pretty(call.result), "result"));
@@ -67,7 +69,9 @@ function callCard(call, at, actions, turn) {
     area.addEventListener("keydown", event => {
       if (!isEnter(event)) return;
       event.preventDefault();
-      actions.sendResults(turn);
+      const next = [...card.parentNode.querySelectorAll("textarea")].find(each => !each.value.trim());
+      if (next) next.focus();
+      else actions.sendResults(turn);
     });
     card.append(make("div", {class: "result"}, make("label", {for: id}, `Result of ${call.name}`), area));
   }
@@ -77,19 +81,26 @@ function callCard(call, at, actions, turn) {
 function failure(turn, actions, limit) {
   const {message: text, status, code} = turn.error;
   const advice = code === "context_length_exceeded"
-    ? `The conversation and its answer have room for ${limit ? tokens(limit) : "a limited number of tokens"}. Delete or shorten turns, lower max_tokens, or start a new conversation.`
+    ? `${limit ? `There is room for ${tokens(limit)}, answer included. ` : ""}`
+      + "Delete or shorten turns, lower max_tokens, or start a new conversation."
     : status === 401 || status === 403 ? "Enter an API key above, then try again."
     : status === 429 || status === 503 ? "Try again in a few seconds." : "";
-  return make("div", {class: "failure", role: "alert"}, make("p", {}, make("b", {}, status ? `Error ${status}: ` : "Error: "), text),
-    ...(advice ? [make("p", {}, advice)] : []), button("Try again", () => actions.again(turn), {class: "primary"}));
+  return make("div", {class: "failure", role: "alert"},
+    make("p", {}, make("b", {}, status ? `Error ${status}: ` : "Error: "), text),
+    ...(advice ? [make("p", {}, advice)] : []),
+    button("Try again", () => actions.again(turn), {class: "primary"}));
 }
 
 // Counts and speed of an answer.
 function figures({usage, first, total, speed, finish, chunks, error}) {
   const parts = [];
-  if (usage) parts.push([`${short(usage.prompt)}${usage.cached ? ` (${short(usage.cached)} cached)` : ""} → ${tokens(usage.output)}`,
-    `${tokens(usage.prompt)} in the prompt, ${usage.cached} of them from the prefix cache; ${usage.output} in the answer`]);
-  else if (chunks && !error) parts.push([`about ${tokens(chunks)}`, "events with text, as the server has not sent its count"]);
+  if (usage) {
+    const cached = usage.cached ? ` (${short(usage.cached)} cached)` : "";
+    parts.push([`${short(usage.prompt)}${cached} → ${tokens(usage.output)}`,
+      `${tokens(usage.prompt)} in the prompt, ${usage.cached} of them from the prefix cache; ${usage.output} answered`]);
+  } else if (chunks && !error) {
+    parts.push([`about ${tokens(chunks)}`, "events with text, as the server has not sent its count"]);
+  }
   if (first !== null) parts.push([`TTFT ${time(first)}`, "time to first token, as this browser saw it"]);
   if (total !== null) parts.push([seconds(total), "time of the whole answer"]);
   if (speed !== null) parts.push([`${speed.toFixed(1)} tokens/s`, "after the first token"]);
@@ -153,7 +164,6 @@ export class Answer {
     if (this.#options.isRunning) {
       const calls = turn.calls.filter(Boolean).map(call => `calls ${call.name}(${call.arguments}`);
       this.#parts.calls.textContent = calls.join("\n");
-      this.element.classList.toggle("empty", !turn.content && !turn.reasoning && !calls.length);
     }
   }
 
@@ -161,11 +171,12 @@ export class Answer {
     const turn = this.#turn, actions = this.#actions, {calls, footer} = this.#parts;
     this.#options.isRunning = false;
     this.draw();
-    this.element.classList.remove("empty");
+    this.element.classList.toggle("empty", !turn.content && !turn.calls.length && !turn.error);
     this.element.removeAttribute("aria-busy");
     this.element.removeAttribute("aria-live");
     calls.replaceChildren(...turn.calls.map((call, at) => callCard(call, at, actions, turn)));
-    if (pendingCalls(turn).length) calls.append(button("Send results", () => actions.sendResults(turn), {class: "primary send-results"}));
+    if (pendingCalls(turn).length)
+      calls.append(button("Send results", () => actions.sendResults(turn), {class: "primary"}));
     if (turn.error) calls.append(failure(turn, actions, this.#options.limit));
     const buttons = [];
     if (turn.content) buttons.push(button("Copy", event => copy(turn.content, event.target)));

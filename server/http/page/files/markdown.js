@@ -10,8 +10,8 @@ const CLEAN = {
   RETURN_DOM_FRAGMENT: true, ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false, ALLOWED_URI_REGEXP: SAFE_LINK,
   ADD_URI_SAFE_ATTR: ["align", "start"],
   ALLOWED_TAGS: ["a", "b", "blockquote", "br", "code", "del", "em", "h3", "h4", "h5", "h6", "hr", "i", "img", "kbd", "li",
-    "mark", "ol", "p", "pre", "s", "small", "span", "strong", "sub", "sup", "table", "tbody", "td", "th", "thead", "tr", "u",
-    "ul"],
+    "mark", "ol", "p", "pre", "s", "small", "span", "strong", "sub", "sup", "table", "tbody", "td", "th", "thead", "tr",
+    "u", "ul"],
   ALLOWED_ATTR: ["align", "alt", "class", "href", "src", "start", "title"],
 };
 
@@ -37,7 +37,8 @@ const library = new marked.Marked({
   gfm: true,
   extensions: [tex],
   renderer: {
-    html: ({text, block}) => SAFE_HTML.test(text.trim()) ? text : block ? `<p class="html">${escaped(text.trim())}</p>` : escaped(text),
+    html: ({text, block}) => SAFE_HTML.test(text.trim()) ? text
+      : block ? `<p class="html">${escaped(text.trim())}</p>` : escaped(text),
     text(token) { return token.tokens ? this.parser.parseInline(token.tokens) : escaped(token.text, false); },
     heading({tokens, depth}) {
       const name = `h${Math.min(6, depth + 2)}`;  // below the page's own
@@ -73,7 +74,8 @@ export async function copy(text, button) {
 
 // Code with its language and a button that copies it.
 export function codeBlock(code, language) {
-  const button = make("button", {type: "button", class: "plain", "aria-label": "Copy code", onclick: () => copy(code, button)}, "Copy");
+  const copies = {type: "button", class: "plain", "aria-label": "Copy code", onclick: () => copy(code, button)};
+  const button = make("button", copies, "Copy");
   return make("div", {class: "code"}, make("div", {class: "code-head"}, make("span", {}, language || "text"), button),
     make("pre", {tabindex: 0}, make("code", {}, code)));
 }
@@ -94,8 +96,8 @@ function elements(tokens) {
   return made;
 }
 
-// A text that grows, as the children of an element. Blocks that cannot change any more are kept, so that only the last ones
-// are parsed and made again: two, as a line that is not yet complete, such as "2" in a list, looks like a block of its own.
+// A text that grows, as the children of an element. Blocks that cannot change any more are kept, so that only the last
+// two are parsed and made again. Two, as an incomplete line, such as "2" in a list, looks like a block of its own.
 export class GrowingMarkdown {
   #element;
   #kept = 0;  // characters
