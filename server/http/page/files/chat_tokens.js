@@ -20,7 +20,7 @@ function alternatives({name, logprob, top}) {
       bar.style.width = `${100 * Math.exp(each)}%`;
       return make("tr", {class: text === name ? "chosen" : ""},
         make("td", {class: "mono"}, visible(text)), make("td", {class: "number"}, share(each)),
-        make("td", {class: "bar"}, bar));
+        make("td", {class: "share"}, bar));
     })));
 }
 
@@ -47,7 +47,7 @@ export class GrowingTokens {
   constructor(element) {
     this.#element = element;
     element.classList.add("tokens");
-    element.setAttribute("role", "group");
+    element.setAttribute("role", "list");
     element.setAttribute("aria-label", "Tokens of the answer; arrow keys move");
     const found = node => {
       const span = node.closest?.(".token");
@@ -79,7 +79,7 @@ export class GrowingTokens {
     this.#element.append(...tokens.slice(first).map((token, at) => {
       const likely = Math.exp(token.logprob), text = token.text || "·";
       const label = `${visible(token.name)}, ${share(token.logprob)}`;
-      const span = make("span", {class: "token", tabindex: first + at ? -1 : 0, role: "img", "aria-label": label}, text);
+      const span = make("span", {class: "token", tabindex: first + at ? -1 : 0, role: "listitem", "aria-label": label}, text);
       span.style.setProperty("--unlikely", `${(60 * (1 - likely)).toFixed(0)}%`);
       return span;
     }));
