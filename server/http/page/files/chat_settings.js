@@ -85,7 +85,7 @@ export const GROUPS = [
       from: body => body.tools?.length ? pretty(body.tools) : undefined}),
     plain("tool_choice", text => text, {label: "Tool choice", chat: true, choices: ["auto", "none", "required"],
       from: body => typeof body.tool_choice === "string" ? body.tool_choice : undefined}),
-    {name: "schema", label: "JSON schema", rows: 3, code: true, hint: "The answer will match it",
+    {name: "schema", label: "JSON schema", rows: 3, code: true, hint: "The answer follows it",
       to: text => ({response_format: format(text)}),
       from: ({response_format: given}) => given?.type === "json_schema" ? pretty(given.json_schema) : undefined},
   ]],
