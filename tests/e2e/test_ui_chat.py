@@ -307,6 +307,30 @@ def test_nothing_in_a_hostile_answer_runs_or_is_loaded(chat: Page, server: Serve
     assert {url for url in asked if not url.startswith(server.url)} == set()
 
 
+PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+
+
+def test_pictures_in_an_answer_are_shown_and_code_is_copied(chat: Page, answers: Answers) -> None:
+    pictures = f"![dot](data:image/png;base64,{PICTURE}) ![far](https://evil.example/x.png)"
+    answers.text(f"{pictures}\n\n```py\na = 1\n  b\n```")
+    ask(chat, "hello")
+    picture = chat.get_by_role("img", name="dot")
+    expect(picture).to_have_js_property("naturalWidth", 1)
+    expect(chat.get_by_text("Image (not loaded): far")).to_be_visible()
+    expect(chat.get_by_role("link", name="far")).to_have_attribute("title", "https://evil.example/x.png")
+    box = chat.get_by_label("Message", exact=True)
+    chat.locator(".code").get_by_role("button", name="Copy code").click()
+    expect(chat.locator(".code button")).to_have_text("Copied")
+    box.press("Control+v")
+    expect(box).to_have_value("a = 1\n  b")
+    chat.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")  # as on http:// of another host
+    button(turns(chat).first, "Copy").click()
+    expect(button(turns(chat).first, "Copied")).to_be_visible()
+    box.fill("")
+    box.press("Control+v")
+    expect(box).to_have_value("hello")
+
+
 GROWING = """# Title
 
 [1]: https://example.org/

@@ -46,7 +46,7 @@ export function nextRequest(conversation) {
   const {mode, settings, turns} = conversation;
   const common = {stream: true, stream_options: {include_usage: true}, ...parameters(settings, mode)};
   return mode === "chat" ? ["/v1/chat/completions", {messages: messages(conversation), ...common}]
-    : ["/v1/completions", {prompt: turns.findLast(turn => turn.role === "user").content, ...common}];
+    : ["/v1/completions", {prompt: turns.findLast(turn => turn.role === "user")?.content ?? "", ...common}];
 }
 
 // The body of a request for chat completions, as a client would send it. `metadata` is for clients: servers ignore it.
