@@ -94,7 +94,9 @@ class Answers:
 
     def __call__(self, route: Route) -> None:
         request = route.request
-        self.asked.append(request.post_data_json)
+        asked = request.post_data_json
+        assert asked is not None
+        self.asked.append(asked)
         self.paths.append(request.url.partition("/v1")[2])
         self.keys.append(request.headers["authorization"])
         status, body = self.next.pop(0)
@@ -146,7 +148,8 @@ def test_the_demo_model_answers_two_turns_and_the_browser_keeps_them(server: Ser
     page.get_by_label("temperature").fill("0")
     page.get_by_label("max_tokens").fill("100")
     ask(page, PROMPT)
-    body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 100}
+    message = {"role": "user", "content": PROMPT}
+    body = {"messages": [message], "temperature": 0, "max_tokens": 100}
     assert asked == [body | {"stream": True, "stream_options": {"include_usage": True}}]
     whole = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=KEY, timeout=60).json()
     said, usage = whole["choices"][0]["message"]["content"], whole["usage"]
@@ -165,7 +168,7 @@ def test_the_demo_model_answers_two_turns_and_the_browser_keeps_them(server: Ser
 
     ask(page, "And on three?")
     answer = {"role": "assistant", "content": said}
-    assert asked[1]["messages"] == [*body["messages"], answer, {"role": "user", "content": "And on three?"}]
+    assert asked[1]["messages"] == [message, answer, {"role": "user", "content": "And on three?"}]
 
     page.reload()
     page.get_by_role("button", name=PROMPT, exact=False).first.click()
