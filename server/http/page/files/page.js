@@ -3,31 +3,53 @@
 import {Refused, hasKey, request, setKey} from "./api.js";
 import * as chat from "./chat.js";
 import * as dashboard from "./dashboard.js";
-import {$, fill} from "./dom.js";
+import {$, duration, fill} from "./dom.js";
 
-const POLL_MILLISECONDS = 1000;
-const TABS = ["dashboard", "chat"];
-let busy = false, refused = false;
+const POLL_MILLISECONDS = 1000, PATIENCE_MILLISECONDS = 10_000;
+const VIEWS = {dashboard, chat};
+const scrolled = {};  // where each view was left
+let busy = false, refused = false, shown = null;
 
-function select(chosen) {
-  for (const name of TABS) {
+const tabs = () => Object.keys(VIEWS).filter(name => !$(`tab-${name}`).hidden);
+
+// Show the view that the address names.
+function select() {
+  const chosen = tabs().find(name => location.hash === `#${name}`) ?? "dashboard";
+  if (chosen === shown) return;
+  if (shown) scrolled[shown] = scrollY;
+  shown = chosen;
+  for (const name of Object.keys(VIEWS)) {
     const tab = $(`tab-${name}`), is = name === chosen;
     tab.setAttribute("aria-selected", is);
     tab.tabIndex = is ? 0 : -1;
     $(name).hidden = !is;
   }
-  if (chosen === "dashboard") dashboard.show();
-  else chat.show();
+  scrollTo(0, scrolled[chosen] ?? 0);
+  VIEWS[chosen].show();
+}
+
+// The browser would scroll to the element that a link to #chat names, so the address changes without one.
+function go(name) {
+  if (name !== shown) history.pushState(null, "", `#${name}`);
+  select();
+}
+
+function say(status, kind, reason) {
+  fill("status", status);
+  $("status").className = `status ${kind}`;
+  fill("reason", reason ?? "");
 }
 
 function take(state) {
   fill("model", state.model);
-  fill("status", state.status);
-  $("status").classList.toggle("bad", state.status !== "ready");
-  document.title = `${state.model} · Quire`;
-  const hours = (state.time - state.created) / 3600;
-  fill("about", `version ${state.version} · up ${hours < 1 ? `${(60 * hours).toFixed(0)} min` : `${hours.toFixed(1)} h`}`);
+  say(state.status, {ready: "good", draining: "warn"}[state.status] ?? "bad", state.status === "ready" ? null : state.reason);
+  document.title = `${state.status === "ready" ? "" : `${state.status}: `}${state.model} · Quire`;
+  const role = state.role ? ` · ${state.role} key` : "";
+  fill("about", `version ${state.version} · up ${duration(Math.max(0, state.time - state.created))}${role}`);
   $("tab-chat").hidden = !state.generates;
+  $("forget").hidden = !hasKey();
+  document.body.classList.remove("late");
+  select();
   dashboard.take(state);
   chat.take(state);
 }
@@ -36,40 +58,49 @@ async function poll() {
   if (document.hidden || busy || refused) return;
   busy = true;
   try {
-    take(await (await request("/ui/state")).json());
+    const answer = await request("/ui/state", {signal: AbortSignal.timeout(PATIENCE_MILLISECONDS)});
+    take(await answer.json());
     $("key").hidden = true;
   } catch (error) {
     refused = error instanceof Refused && [401, 403].includes(error.status);  // until the form is sent
     if (refused) {
       fill("key-why", hasKey() ? "The server has refused this key." : "This server requires an API key.");
       setKey(null);
+      $("key").hidden = false;
+      if ([null, document.body].includes(document.activeElement)) $("key-text").focus();
     }
-    $("key").hidden = !refused;
-    fill("status", refused ? "needs a key" : `no answer: ${error.message}`);
-    $("status").classList.add("bad");
+    const isLate = error.name === "TimeoutError";
+    say(refused ? "needs a key" : "no answer", refused ? "warn" : "bad", refused ? null
+      : isLate ? `nothing for ${PATIENCE_MILLISECONDS / 1000} s` : error.message);
+    document.body.classList.add("late");  // what is shown are old values
   } finally {
     busy = false;
   }
 }
 
-for (const name of TABS) {
-  $(`tab-${name}`).addEventListener("click", () => { location.hash = name; });
-}
+for (const name of Object.keys(VIEWS)) $(`tab-${name}`).addEventListener("click", () => go(name));
 document.querySelector("[role=tablist]").addEventListener("keydown", event => {
-  if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
-  const other = TABS.find(name => $(name).hidden);
-  location.hash = other;
-  $(`tab-${other}`).focus();
+  const all = tabs(), at = all.indexOf(shown);
+  const to = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: all.length - 1}[event.key];
+  if (to === undefined) return;
+  event.preventDefault();
+  const name = all.at(to % all.length);
+  go(name);
+  $(`tab-${name}`).focus();
 });
-const selected = () => TABS.find(name => location.hash === `#${name}`) ?? TABS[0];
-addEventListener("hashchange", () => select(selected()));
+addEventListener("popstate", select);
 $("key").addEventListener("submit", event => {
   event.preventDefault();
   setKey($("key-text").value);
+  $("key-text").value = "";
   refused = false;
   poll();
 });
+$("forget").addEventListener("click", () => {
+  setKey(null);
+  location.reload();
+});
 document.addEventListener("visibilitychange", poll);
 setInterval(poll, POLL_MILLISECONDS);
-select(selected());
+select();
 poll();

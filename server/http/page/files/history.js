@@ -1,0 +1,59 @@
+// The server's history of an hour: rows at equal intervals, kept as columns, with an empty row where some are missing.
+
+import {request} from "./api.js";
+
+const HOUR = 3600;
+
+export class History {
+  interval = 2;
+  now = null;  // the server's time at the last answer, in seconds since 1970
+  columns = {time: []};
+  #asked = -Infinity;
+
+  // Ask for what is new, unless this was done just now. Returns whether there was an answer. Raises Refused.
+  async poll() {
+    if (performance.now() < this.#asked + 1000 * this.interval - 100) return false;
+    this.#asked = performance.now();
+    const newest = this.columns.time.at(-1);
+    const answer = await (await request(newest === undefined ? "/ui/history" : `/ui/history?after=${newest}`)).json();
+    if (newest !== undefined && answer.time < newest) this.clear();  // its clock was set back: ask for all next time
+    else this.#take(answer);
+    return true;
+  }
+
+  clear() {
+    this.columns = {time: []};
+    this.#asked = -Infinity;
+  }
+
+  // The newest values, or nulls if the newest row is old.
+  last(name) {
+    const {time, [name]: column} = this.columns;
+    return column && this.now - time.at(-1) < 5 * this.interval ? column.at(-1) : null;
+  }
+
+  // The names of these columns that have a value.
+  known(names) {
+    return names.filter(name => this.columns[name]?.some(value => value !== null));
+  }
+
+  #take({interval, time: now, columns}) {
+    this.interval = interval;
+    this.now = now;
+    const mine = this.columns, length = mine.time.length;
+    for (const name of Object.keys(columns)) mine[name] ??= new Array(length).fill(null);
+    const names = Object.keys(mine).filter(name => name !== "time");
+    columns.time.forEach((at, row) => {
+      const before = mine.time.at(-1);
+      if (at <= before) return;
+      if (at - before > 3 * interval) {  // no line across the gap
+        mine.time.push(before + interval);
+        for (const name of names) mine[name].push(null);
+      }
+      mine.time.push(at);
+      for (const name of names) mine[name].push(columns[name]?.[row] ?? null);
+    });
+    const old = mine.time.findIndex(at => at >= now - HOUR);
+    if (old > 0) for (const column of Object.values(mine)) column.splice(0, old);
+  }
+}

@@ -1,0 +1,98 @@
+// The requests in progress, with a button that aborts one.
+
+import {Refused, request} from "./api.js";
+import {$, bar, duration, fill, make, short} from "./dom.js";
+
+const INTERVAL_MILLISECONDS = 2000;
+const PHASES = {decode: "good", prefill: "", waiting: "warn", queued: "warn", preempted: "warn"};
+// Name, how it is sorted, and whether it is a number.
+const COLUMNS = [
+  ["Request", each => each.id], ["Key", each => each.key ?? ""], ["Age", each => each.age, true],
+  ["Prompt", each => each.prompt_tokens, true], ["Cached", each => each.cached_tokens, true],
+  ["Output", each => each.output_tokens, true], ["Replica", each => each.replica ?? -1, true], ["Phase", each => each.phase],
+];
+let sorted = 2, descending = true;  // the oldest first
+let found = {requests: [], total: 0}, asked = -Infinity, inView = false, canAbort = false, chosen = null;
+
+new IntersectionObserver(([entry]) => { inView = entry.isIntersecting; }).observe($("requests"));
+$("requests-filter").addEventListener("input", draw);
+$("requests-table").addEventListener("click", event => {
+  const {column, abort} = event.target.closest("button")?.dataset ?? {};
+  if (column !== undefined) {
+    descending = Number(column) === sorted ? !descending : COLUMNS[column][2] === true;
+    sorted = Number(column);
+    draw();
+  } else if (abort !== undefined) ask(abort);
+});
+$("abort-no").addEventListener("click", () => $("abort").close());
+$("abort-yes").addEventListener("click", abort);
+
+// Ask for the requests every 2 s while they can be seen.
+export async function poll(state) {
+  if (canAbort !== state.can_abort) {
+    canAbort = state.can_abort;
+    draw();
+  }
+  if (!inView || performance.now() < asked + INTERVAL_MILLISECONDS - 100) return;
+  asked = performance.now();
+  try {
+    found = await (await request("/ui/requests")).json();
+    draw();
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    fill("requests-note", error.message);
+  }
+}
+
+function draw() {
+  const head = make("thead", {role: "rowgroup"}, make("tr", {role: "row"}, ...COLUMNS.map(([name, , isNumber], at) => make("th",
+    {role: "columnheader", scope: "col", class: isNumber && "number", "aria-sort": at === sorted && (descending ? "descending" : "ascending")},
+    make("button", {type: "button", "data-column": at}, name))),
+  ...(canAbort ? [make("th", {role: "columnheader", scope: "col", class: "plain"}, make("span", {class: "unseen"}, "Abort"))] : [])));
+  const words = $("requests-filter").value.toLowerCase().split(/\s+/);
+  const text = each => `${each.id} ${each.key ?? ""} ${each.phase} replica ${each.replica ?? "none"}`.toLowerCase();
+  const value = COLUMNS[sorted][1], sign = descending ? -1 : 1;
+  const rows = found.requests.filter(each => words.every(word => text(each).includes(word)))
+    .sort((one, other) => value(one) === value(other) ? 0 : value(one) < value(other) ? -sign : sign);
+  fill("requests-table", head, make("tbody", {role: "rowgroup"}, ...rows.map(drawRow)));
+  $("requests-table").hidden = !found.requests.length;
+  const {total} = found, shown = rows.length;
+  fill("requests-count", shown < total ? `${shown} of ${total}` : `${total}`);
+  fill("requests-note", !total ? "No requests are in progress." : !shown ? "No request matches the filter." : "");
+}
+
+function drawRow(each) {
+  const most = each.max_tokens, part = most ? each.output_tokens / most : 0;
+  const cells = [
+    [each.id], [each.key ?? "–"], [duration(each.age)], [short(each.prompt_tokens)], [short(each.cached_tokens)],
+    [`${each.output_tokens}`, make("span", {class: "soft"}, most ? ` of ${most}` : ""), bar([part])],
+    [`${each.replica ?? "–"}`], [make("span", {class: PHASES[each.phase] ?? ""}, each.phase)],
+  ];
+  return make("tr", {role: "row", "data-key": each.id}, ...cells.map((content, at) => {
+    const [name, , isNumber] = COLUMNS[at];
+    return make("td", {role: "cell", "data-label": name, class: isNumber ? "number" : at === 0 && "id all"}, ...content);
+  }), ...(canAbort ? [make("td", {role: "cell", class: "number"},
+    make("button", {type: "button", class: "danger", "data-abort": each.id, "aria-label": `Abort ${each.id}`}, "Abort"))] : []));
+}
+
+function ask(id) {
+  const each = found.requests.find(each => each.id === id);
+  if (!each) return;
+  chosen = id;
+  fill("abort-what", `${id}${each.key ? `, key ${each.key}` : ""}: ${each.output_tokens} tokens so far, ${duration(each.age)} old.`);
+  $("abort").showModal();
+}
+
+async function abort() {
+  const id = chosen;
+  $("abort").close();
+  try {
+    await request(`/ui/requests/${encodeURIComponent(id)}`, {method: "DELETE"});
+    found = {requests: found.requests.filter(each => each.id !== id), total: found.total - 1};
+    draw();
+    fill("requests-note", `${id} was aborted.`);
+    $("requests-title").focus();  // the button that had it is gone
+  } catch (error) {
+    fill("requests-note", error.status === 404 ? `${id} had already ended.` : `${id} was not aborted: ${error.message}`);
+  }
+}

@@ -1,0 +1,308 @@
+"""The page's server without an engine: its real files, and made-up numbers of an afternoon's load.
+
+`python -m tests.e2e.fake_page docs/pictures/page.png` takes the picture of docs/guides/monitoring.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from fastapi import FastAPI
+from playwright.sync_api import Page, Route, sync_playwright
+from starlette.testclient import TestClient
+
+from quire.server.client.http_metrics import REASONS
+from quire.server.http.page import routes
+
+ADDRESS = "http://quire.test"
+_INTERVAL, _HOUR = 2, 3600
+_PLAN = """LlamaForCausalLM from meta-llama/Llama-3.1-70B-Instruct
+bfloat16, tensor parallel 2 × pipeline parallel 2 = 4 ranks, data parallel 2
+  stage 0 (ranks 0-1): layers 0-39, per rank weights 33.5 GiB, KV cache 35.1 GiB in 28,753 blocks of 16 tokens
+  stage 1 (ranks 2-3): layers 40-79, per rank weights 33.5 GiB, KV cache 35.1 GiB in 28,753 blocks of 16 tokens
+KV cache holds 460,048 tokens: 3.5 requests at the full length of 131,072; at most 256 run at once"""
+
+
+@dataclass
+class FakeServer:
+    """What a server with these properties would answer. The numbers depend only on the time."""
+
+    num_replicas: int = 2
+    gpus: bool = False
+    idle: bool = False
+    """Nothing has been asked yet."""
+    dead: int | None = None
+    """The replica that has died, and is expected back."""
+    key: str | None = None
+    """Its API key."""
+    can_abort: bool = True
+    prefix: str = ""
+    """The path below which a reverse proxy has it."""
+    started: float = field(default_factory=lambda: time.time() - 3 * _HOUR)
+    plan: str = _PLAN
+    num_requests: int = 14
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    """Method and path of the requests for data."""
+    strangers: list[str] = field(default_factory=list)
+    """Addresses of other servers that the page has asked."""
+    ended: set[str] = field(default_factory=set)
+    """The requests that are no longer there."""
+
+    def __post_init__(self) -> None:
+        app = FastAPI()
+        routes.add_page(app)
+        self._files = TestClient(app)
+
+    def attach(self, page: Page) -> None:
+        """Answer all requests of the page."""
+        page.route("**/*", self._answer)
+
+    def state(self) -> dict[str, Any]:
+        """`/ui/state`."""
+        now = time.time()
+        replicas = [self._replica(index, now) for index in range(self.num_replicas)]
+        return {
+            "model": "llama-3.1-70b",
+            "version": "0.1.0",
+            "time": now,
+            "monotonic": time.monotonic(),
+            "created": self.started,
+            "status": "ready",
+            "reason": None,
+            "max_model_len": 131072,
+            "generates": True,
+            "tensor_parallel_size": 2,
+            "stages": [[0, 39], [40, 79]],
+            "plan": self.plan,
+            "warnings": self.warnings,
+            "capabilities": {"tools": True, "reasoning": False},
+            "role": "admin" if self.key else None,
+            "can_abort": self.can_abort,
+            "replicas": replicas,
+        }
+
+    def history(self, after: float = 0) -> dict[str, Any]:
+        """`/ui/history`."""
+        now = time.time()
+        newest = int(now) // _INTERVAL * _INTERVAL
+        times = [at for at in range(newest - _HOUR + _INTERVAL, newest + 1, _INTERVAL) if at > after]
+        rows = [self._row(at, now) for at in times]
+        columns: dict[str, list[float | None]] = {name: [row[name] for row in rows] for name in self._row(0, now)}
+        return {"interval": _INTERVAL, "time": now, "columns": {"time": times, **columns}}
+
+    def requests(self) -> dict[str, Any]:
+        """`/ui/requests`."""
+        if self.idle:
+            return {"requests": [], "total": 0}
+        now, found = time.time(), []
+        up = [index for index in range(self.num_replicas) if index != self.dead]
+        for at in range(self.num_requests):
+            choice = random.Random(at)
+            age = 0.4 + 1.7 * (self.num_requests - at) + now % 1
+            phase = "decode" if at < self.num_requests - 3 else ("preempted", "prefill", "waiting")[at % 3]
+            prompt, most = choice.randrange(200, 9000), choice.choice([256, 512, 1024, 4096])
+            found.append(
+                {
+                    "id": f"chatcmpl-{choice.randrange(1 << 64):016x}",
+                    "key": choice.choice(["search", "assistant", "batch-eval"]) if self.key else None,
+                    "age": age,
+                    "prompt_tokens": prompt,
+                    "cached_tokens": 16 * (prompt // 2 // 16) if choice.random() < 0.6 else 0,
+                    "output_tokens": min(most - 1, int(22 * age)) if phase == "decode" else 0,
+                    "max_tokens": most,
+                    "replica": None if phase == "waiting" else choice.choice(up),
+                    "phase": "queued" if phase == "waiting" else phase,
+                    "api": 0,
+                }
+            )
+        left = [each for each in found if each["id"] not in self.ended]
+        return {"requests": left, "total": len(left)}
+
+    def _replica(self, index: int, now: float) -> dict[str, Any]:
+        is_up = index != self.dead
+        works = is_up and not self.idle
+        row = self._row(int(now) // _INTERVAL * _INTERVAL, now)
+        share = 1 / max(1, self.num_replicas - (self.dead is not None)) if works else 0
+        death = {"time": now - 42, "reason": "rank 3 was killed by signal 9 (SIGKILL)"} if not is_up else None
+        return {
+            "index": index,
+            "host": f"gpu-{index + 1:02}.example" if self.gpus else "localhost",
+            "state": "up" if is_up else "restarting",
+            "reason": death["reason"] if death else None,
+            "last_death": death,
+            "num_requests_running": round(row["running"] * share) if works else 0,
+            "num_requests_waiting": round(row["waiting"] * share) if works else 0,
+            "prefilling": round(row["prefilling"] * share) if works else 0,
+            "running": round(row["running"] * share) if works else 0,
+            "waiting": round(row["waiting"] * share) if works else 0,
+            "kv_blocks": 28753,
+            "kv_blocks_used": round(28753 * row["kv_cache"]) if works else 0,
+            "preemptions": 3,
+            "steps_per_second": 40.0 if works else 0,
+            "tokens_per_second": row["output_tokens"] * share if works else 0,
+            "prompt_tokens_per_second": row["prompt_tokens"] * share if works else 0,
+            "step_seconds": None if self.gpus or not works else 0.0213,
+            "ranks": [self._rank(rank, now + index, works) for rank in range(4)] if is_up else [],
+        }
+
+    def _rank(self, rank: int, now: float, works: bool) -> dict[str, Any]:
+        wave = 0.05 * math.sin(now / 3 + rank)
+        used = 0.93 + wave if works else 0.0
+        gpu = {
+            "utilization": used,
+            "memory_used": 71_400_000_000 + rank * 180_000_000,
+            "memory_total": 85_500_000_000,
+            "power": 110 + 480 * used,
+        }
+        return {
+            "busy": 1000.0,
+            "waited": 300.0,
+            "steps": 40_000,
+            "is_straggler": works and rank == 2,
+            "cpu_seconds": 1200.0,
+            "resident_bytes": 1_240_000_000,
+            "computing": None if self.gpus else (0.62 + wave) * works,
+            "waiting": None if self.gpus else (0.21 - wave) * works,
+            "step_seconds": None if self.gpus or not works else 0.0213 + 0.0028 * (rank == 2),
+            "gpu": gpu if self.gpus else None,
+        }
+
+    def _row(self, at: float, now: float) -> dict[str, Any]:
+        """The values of the history at a time."""
+        noise = random.Random(at)
+        wave = 0.5 + 0.3 * math.sin(at / 410) + 0.12 * math.sin(at / 67) + 0.08 * noise.random()
+        died = at % 2900 < 110 if self.dead is None else now - at < 42
+        up = self.num_replicas - (died and not self.idle)
+        load = 0.0 if self.idle else wave * up / self.num_replicas
+        waiting = round(max(0, 60 * (wave - 0.75)) + (22 * noise.random() if died else 0))
+        failed = dict.fromkeys((f"failed_{reason}" for reason in REASONS), 0.0)
+        if not self.idle:
+            failed["failed_queue_full"] = 0.5 * noise.randrange(5) if died else 0.0
+            failed["failed_client_closed"] = 0.5 * (noise.random() < 0.02)
+            failed["failed_invalid"] = 0.5 * (noise.random() < 0.008)
+
+        def seconds(name: str, base: float, growth: float) -> dict[str, float | None]:
+            middle = base * (1 + growth * wave**3 + 2 * died) * (1 + 0.06 * noise.random())
+            values = (middle, middle * (1.9 + 0.4 * wave), middle * (2.7 + wave))
+            return {
+                f"{name}_{part}": None if self.idle else value
+                for part, value in zip(("p50", "p95", "p99"), values, strict=True)
+            }
+
+        return {
+            "running": round(load * 90),
+            "prefilling": round(load * 6 * noise.random()),
+            "waiting": 0 if self.idle else waiting,
+            "output_tokens": load * 4300,
+            "prompt_tokens": load * 9800 * (0.6 + 0.8 * noise.random()),
+            "requests": load * 14,
+            "kv_cache": load * 0.88,
+            "prefix_hits": None if self.idle else 0.44 + 0.1 * math.sin(at / 300),
+            "preemptions": 0.5 * (load > 0.88),
+            "drafts_accepted": None,
+            **seconds("ttft", 0.14, 2.5),
+            **seconds("itl", 0.018, 0.5),
+            **seconds("e2e", 5.5, 0.6),
+            "replicas_up": up - (self.dead is not None and self.idle),
+            "replicas": self.num_replicas,
+            **failed,
+            "gpu_utilization": 0.04 + 0.93 * min(1, load * 1.4) if self.gpus else None,
+            "gpu_memory": 0.84 if self.gpus else None,
+            "gpu_power": self.num_replicas * 4 * (110 + 520 * load) if self.gpus else None,
+            "cpu": None if self.gpus else up * 4 * (0.04 + 0.8 * load),
+        }
+
+    def _answer(self, route: Route) -> None:
+        request, url = route.request, urlsplit(route.request.url)
+        if not request.url.startswith(f"{ADDRESS}{self.prefix}/"):
+            self.strangers.append(request.url)
+            return route.abort()
+        path = url.path.removeprefix(self.prefix)
+        if path in ("/", "/ui") or path.startswith("/ui/files/"):
+            if path == "/":
+                path = "/ui"
+            file = self._files.get(path)
+            return route.fulfill(status=file.status_code, headers=dict(file.headers), body=file.content)
+        self.asked.append(f"{request.method} {path}")
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            return _fail(route, 401, "the API key is missing or wrong")
+        if path == "/ui/state":
+            return _send(route, self.state())
+        if path == "/ui/history":
+            return _send(route, self.history(float(parse_qs(url.query).get("after", ["0"])[0])))
+        if path == "/ui/requests":
+            return _send(route, self.requests())
+        name = path.removeprefix("/ui/requests/")
+        if request.method == "DELETE" and name in {each["id"] for each in self.requests()["requests"]}:
+            self.ended.add(name)
+            return route.fulfill(status=204)
+        return _fail(route, 404, "there is no such request")
+
+
+def _send(route: Route, answer: dict[str, Any]) -> None:
+    route.fulfill(content_type="application/json", body=json.dumps(answer))
+
+
+def _fail(route: Route, status: int, message: str) -> None:
+    body = json.dumps({"error": {"message": message, "type": "error", "param": None, "code": status}})
+    route.fulfill(status=status, content_type="application/json", body=body)
+
+
+@contextmanager
+def open_browser(**options: Any) -> Iterator[Page]:
+    """A page of a browser; at its end, fails if there was an error or a violation of the page's policy."""
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox"]  # root runs it in CI
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
+        page = browser.new_page(**options)
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        yield page
+        browser.close()
+        assert [each for each in errors if "the server responded with a status of 401" not in each] == []
+
+
+WARNINGS = [
+    ("warning", "KV cache is full: a request was preempted", "scheduler", 1, 300),
+    ("error", "rank 3 was killed by signal 9 (SIGKILL); restarting", "core", 1, 42),
+    ("warning", "rank 2 is slower than the other ranks of its stage: 24.1 ms a step, 21.3 ms there", "rank 2", 0, 8),
+]
+"""Level, text, source, replica and age."""
+
+
+def warnings() -> list[dict[str, Any]]:
+    """`WARNINGS` as `/ui/state` has them."""
+    now = time.time()
+    return [
+        {"time": now - age, "level": level, "text": text, "source": source, "replica": replica}
+        for level, text, source, replica, age in WARNINGS
+    ]
+
+
+def main(path: str) -> None:
+    server = FakeServer(gpus=True, dead=1, warnings=warnings())
+    with open_browser(viewport={"width": 1280, "height": 720}, color_scheme="light") as page:
+        server.attach(page)
+        page.goto(ADDRESS)
+        page.locator("#charts canvas").first.wait_for()
+        with page.expect_response("**/ui/requests"):
+            page.locator("#requests").scroll_into_view_if_needed()
+        page.wait_for_selector("#requests tbody tr")
+        page.evaluate("scrollTo(0, 0)")
+        page.screenshot(path=path, full_page=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
