@@ -9,7 +9,7 @@ import * as requests from "./requests.js";
 
 const history = new History(), charts = new Charts(history);
 let newest = null, created = null;
-$("plan").closest("details").open = innerWidth >= 1500;  // where the columns stand side by side
+$("plan").closest("details").open = innerWidth >= 1800;  // where the columns stand side by side
 
 export function show() {
   if (newest) take(newest);
@@ -81,7 +81,7 @@ function drawWarnings(state) {
     const kind = each.level === "warning" ? "warn" : "bad";
     return make("li", {"data-key": `${each.time} ${from} ${each.text}`}, make("b", {class: kind}, each.level), " ",
       make("span", {class: "soft"}, timeOfDay(each.time),
-        ` · ${duration(Math.max(0, state.time - each.time))} ago · ${from}`), make("br"), each.text);
+        ` · ${duration(Math.max(0, state.time - each.time))} ago · ${from}`), make("p", {}, each.text));
   });
   fill("warnings", items.length ? make("ol", {}, ...items) : make("p", {class: "soft"}, "none"));
 }
