@@ -39,10 +39,14 @@ class FakeServer:
 
     num_replicas: int = 2
     gpus: bool = False
+    peak: int = 90
+    """The most requests that run at once."""
     idle: bool = False
     """Nothing has been asked yet."""
     dead: int | None = None
     """The replica that has died, and is expected back."""
+    gone: bool = False
+    """A proxy answers that it is not there."""
     key: str | None = None
     """Its API key."""
     can_abort: bool = True
@@ -185,7 +189,7 @@ class FakeServer:
         died = at % 2900 < 110 if self.dead is None else now - at < 42
         up = self.num_replicas - (died and not self.idle)
         load = 0.0 if self.idle else wave * up / self.num_replicas
-        waiting = round(max(0, 60 * (wave - 0.75)) + (22 * noise.random() if died else 0))
+        waiting = round(self.peak * (max(0, 0.7 * (wave - 0.75)) + (0.25 * noise.random() if died else 0)))
         failed = dict.fromkeys((f"failed_{reason}" for reason in REASONS), 0.0)
         if not self.idle:
             failed["failed_queue_full"] = 0.5 * noise.randrange(5) if died else 0.0
@@ -201,12 +205,12 @@ class FakeServer:
             }
 
         return {
-            "running": round(load * 90),
-            "prefilling": round(load * 6 * noise.random()),
+            "running": round(load * self.peak),
+            "prefilling": round(load * self.peak / 15 * noise.random()),
             "waiting": 0 if self.idle else waiting,
-            "output_tokens": load * 4300,
-            "prompt_tokens": load * 9800 * (0.85 + 0.3 * noise.random()),
-            "requests": load * 14,
+            "output_tokens": load * self.peak * 48,
+            "prompt_tokens": load * self.peak * 109 * (0.85 + 0.3 * noise.random()),
+            "requests": load * self.peak / 6.4,
             "kv_cache": load * 0.88,
             "prefix_hits": None if self.idle else 0.44 + 0.1 * math.sin(at / 300),
             "preemptions": 0.5 * (load > 0.88),
@@ -219,7 +223,7 @@ class FakeServer:
             **failed,
             "gpu_utilization": 0.04 + 0.93 * min(1, load * 1.4) if self.gpus else None,
             "gpu_memory": 0.84 if self.gpus else None,
-            "gpu_power": self.num_replicas * 4 * (110 + 520 * load) if self.gpus else None,
+            "gpu_power": self.num_replicas * 4 * (110 + 520 * min(1, load * 1.4)) if self.gpus else None,
             "cpu": None if self.gpus else up * 4 * (0.04 + 0.8 * load),
         }
 
@@ -235,6 +239,8 @@ class FakeServer:
             file = self._files.get(path)
             return route.fulfill(status=file.status_code, headers=dict(file.headers), body=file.content)
         self.asked.append(f"{request.method} {path}")
+        if self.gone:
+            return _fail(route, 503, "no server")
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
             return _fail(route, 401, "the API key is missing or wrong")
         if path == "/ui/state":
@@ -299,7 +305,8 @@ def warnings() -> list[dict[str, Any]]:
 
 
 def main(path: str) -> None:
-    server = FakeServer(gpus=True, dead=1, warnings=warnings())
+    server = FakeServer(gpus=True, dead=1, peak=14, warnings=warnings()[1:])
+    server.num_requests = sum(each["running"] + each["waiting"] for each in server.state()["replicas"])
     size = {"width": 1280, "height": 720}
     with open_browser() as browser, open_page(browser, viewport=size, color_scheme="light") as page:
         server.attach(page)

@@ -326,12 +326,11 @@ def test_only_what_is_visible_is_asked_for(page: Page) -> None:
 def test_a_server_that_is_gone_is_said_to_be(page: Page) -> None:
     server = FakeServer()
     show(page, server)
-    page.unroute_all(behavior="ignoreErrors")
-    page.route("**/ui/**", lambda route: route.fulfill(status=503, body="{}"))
+    server.gone = True
     expect(page.locator("#status")).to_have_text("no answer")
+    expect(page.locator("#reason")).to_have_text("no server")
     expect(page.locator("#dashboard")).to_have_css("opacity", "0.55")
-    page.unroute_all(behavior="ignoreErrors")
-    server.attach(page)
+    server.gone = False
     expect(page.locator("#status")).to_have_text("ready")
     expect(page.locator("#dashboard")).to_have_css("opacity", "1")
 
@@ -373,7 +372,18 @@ def test_the_page_shows_a_real_engine_at_work(page: Page) -> None:
                 client.post("/v1/completions", json=body).raise_for_status()
         return answer.content
 
-    arguments = ("-tp", "2", "-pp", "2", "--admin-key", "secret", "--kv-cache-memory-bytes", str(16 << 20))
+    arguments = (
+        "-tp",
+        "2",
+        "-pp",
+        "2",
+        "--api-key",
+        "user",
+        "--admin-key",
+        "secret",
+        "--kv-cache-memory-bytes",
+        str(16 << 20),
+    )
     with serve(*arguments) as server, ThreadPoolExecutor(2) as pool:
         load = pool.submit(ask, server.url)
         try:

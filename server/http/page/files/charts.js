@@ -129,7 +129,7 @@ class Chart {
     const top = least => (_, __, max) => [0, Math.max(least, 1.08 * (max ?? 0))];
     const axis = (side, format, more) => ({
       side, font: `${0.7 * size}px system-ui, sans-serif`, stroke: () => colour("soft"), size: side === 2 ? 1.5 * size : 3.1 * size,
-      gap: 4, space: 2.2 * size, grid: {stroke: () => colour("line"), width: 1}, ticks: {show: false},
+      gap: 4, space: 1.8 * size, grid: {stroke: () => colour("line"), width: 1}, ticks: {show: false},
       values: (_, splits, __, ___, step) => splits.map(value => side === 2 ? step < 60 ? timeOfDay(value) : clock.format(1000 * value)
         : value === 0 ? "0" : format(value).replace(/\.0+(?=[ /kM]|$)/, "")), ...more,
     });

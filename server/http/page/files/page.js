@@ -8,7 +8,7 @@ import {$, duration, fill} from "./dom.js";
 const POLL_MILLISECONDS = 1000, PATIENCE_MILLISECONDS = 10_000;
 const VIEWS = {dashboard, chat};
 const scrolled = {};  // where each view was left
-let busy = false, refused = false, shown = null;
+let busy = false, refused = false, offered = false, shown = null;
 
 const tabs = () => Object.keys(VIEWS).filter(name => !$(`tab-${name}`).hidden);
 
@@ -47,7 +47,8 @@ function take(state) {
   const role = state.role ? ` · ${state.role} key` : "";
   fill("about", `version ${state.version} · up ${duration(Math.max(0, state.time - state.created))}${role}`);
   $("tab-chat").hidden = !state.generates;
-  $("forget").hidden = !hasKey();
+  $("change-key").hidden = !hasKey() && state.can_abort;
+  fill("change-key", hasKey() ? "Forget the key" : "Use a key");
   document.body.classList.remove("late");
   select();
   dashboard.take(state);
@@ -60,7 +61,7 @@ async function poll() {
   try {
     const answer = await request("/ui/state", {signal: AbortSignal.timeout(PATIENCE_MILLISECONDS)});
     take(await answer.json());
-    $("key").hidden = true;
+    $("key").hidden = !offered;
   } catch (error) {
     refused = error instanceof Refused && [401, 403].includes(error.status);  // until the form is sent
     if (refused) {
@@ -93,12 +94,19 @@ $("key").addEventListener("submit", event => {
   event.preventDefault();
   setKey($("key-text").value);
   $("key-text").value = "";
-  refused = false;
+  refused = offered = false;
   poll();
 });
-$("forget").addEventListener("click", () => {
-  setKey(null);
-  location.reload();
+$("change-key").addEventListener("click", () => {
+  if (hasKey()) {
+    setKey(null);
+    location.reload();  // nothing that needed the key stays
+  } else {
+    offered = !offered;
+    $("key").hidden = !offered;
+    fill("key-why", "With an admin key, this page can abort requests.");
+    if (offered) $("key-text").focus();
+  }
 });
 document.addEventListener("visibilitychange", poll);
 setInterval(poll, POLL_MILLISECONDS);

@@ -3,6 +3,7 @@
 import {bar, duration, fill, gigabytes, make, percent, short, time, watts} from "./dom.js";
 
 const KINDS = {up: "good", loading: "warn", draining: "warn", restarting: "warn"};
+const GONE = new Set(["loading", "restarting", "dead"]);  // their ranks, if known, are those of an earlier start
 const OPEN = 4;  // replicas whose ranks are shown from the start
 const COLUMNS = [["Replica"], ["State"], ["Host"], ["Running", true], ["Waiting", true], ["KV cache", true],
   ["Tokens/s", true], ["Step", true], ["Last death"]];
@@ -40,7 +41,7 @@ export function drawRanks(state) {
   }));
   const isOne = state.replicas.length === 1;
   fill("ranks", ...state.replicas.map(replica => {
-    const stages = replica.ranks.length ? state.stages.map((layers, stage) => drawStage(state, replica, layers, stage))
+    const stages = replica.ranks.length && !GONE.has(replica.state) ? state.stages.map((layers, stage) => drawStage(state, replica, layers, stage))
       : [make("p", {class: "soft"}, `no ranks: ${replica.state}`)];
     if (isOne) return make("div", {"data-key": replica.index}, ...stages);
     const slow = replica.ranks.filter(each => each.is_straggler).length;

@@ -12,7 +12,7 @@ const COLUMNS = [
   ["Output", each => each.output_tokens, true], ["Replica", each => each.replica ?? -1, true], ["Phase", each => each.phase],
 ];
 let sorted = 2, descending = true;  // the oldest first
-let found = {requests: [], total: 0}, asked = -Infinity, inView = false, canAbort = false, chosen = null;
+let found = null, asked = -Infinity, inView = false, canAbort = false, chosen = null;
 
 new IntersectionObserver(([entry]) => { inView = entry.isIntersecting; }).observe($("requests"));
 $("requests-filter").addEventListener("input", draw);
@@ -45,6 +45,7 @@ export async function poll(state) {
 }
 
 function draw() {
+  if (!found) return;
   const head = make("thead", {role: "rowgroup"}, make("tr", {role: "row"}, ...COLUMNS.map(([name, , isNumber], at) => make("th",
     {role: "columnheader", scope: "col", class: isNumber && "number", "aria-sort": at === sorted && (descending ? "descending" : "ascending")},
     make("button", {type: "button", "data-column": at}, name))),
