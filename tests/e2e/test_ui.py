@@ -179,7 +179,7 @@ def test_charts_change_their_colours_with_the_scheme(page: Page) -> None:
     resolve = "document.querySelector('.legend i').computedStyleMap().get('background-color').toString()"
     canvas, lines = chart(page, "Tokens per second").locator("canvas"), []
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.emulate_media(color_scheme=scheme)
         lines.append(page.evaluate(resolve).replace(" ", ""))
         page.wait_for_function("() => true")
         drawn = [each.replace(" ", "") for each in canvas.evaluate(colours)]
