@@ -12,7 +12,7 @@ const COLUMNS = [
   ["Output", each => each.output_tokens, true], ["Replica", each => each.replica ?? -1, true], ["Phase", each => each.phase],
 ];
 let sorted = 2, descending = true;  // the oldest first
-let found = null, asked = -Infinity, inView = false, canAbort = false, chosen = null;
+let found = null, asked = -Infinity, inView = false, canAbort = false, chosen = null, notice = "";
 
 new IntersectionObserver(([entry]) => { inView = entry.isIntersecting; }).observe($("requests"));
 $("requests-filter").addEventListener("input", draw);
@@ -59,7 +59,9 @@ function draw() {
   $("requests-table").hidden = !found.requests.length;
   const {total} = found, shown = rows.length;
   fill("requests-count", shown < total ? `${shown} of ${total}` : `${total}`);
-  fill("requests-note", !total ? "No requests are in progress." : !shown ? "No request matches the filter." : "");
+  const silent = found.silent?.length ? `No answer from ${found.silent.map(each => `replica ${each}`).join(", ")}.` : "";
+  const none = !total ? "No requests are in progress." : !shown ? "No request matches the filter." : "";
+  fill("requests-note", [notice, silent, none].filter(Boolean).join(" "));
 }
 
 function drawRow(each) {
@@ -79,7 +81,7 @@ function drawRow(each) {
 function ask(id) {
   const each = found.requests.find(each => each.id === id);
   if (!each) return;
-  chosen = id;
+  [chosen, notice] = [id, ""];
   fill("abort-what", `${id}${each.key ? `, key ${each.key}` : ""}: ${each.output_tokens} tokens so far, ${duration(each.age)} old.`);
   $("abort").showModal();
 }
@@ -89,11 +91,11 @@ async function abort() {
   $("abort").close();
   try {
     await request(`/ui/requests/${encodeURIComponent(id)}`, {method: "DELETE"});
-    found = {requests: found.requests.filter(each => each.id !== id), total: found.total - 1};
-    draw();
-    fill("requests-note", `${id} was aborted.`);
-    $("requests-title").focus();  // the button that had it is gone
+    notice = `${id} was aborted.`;
+    found = {...found, requests: found.requests.filter(each => each.id !== id), total: found.total - 1};
+    $("requests-title").focus();  // the button that had it goes
   } catch (error) {
-    fill("requests-note", error.status === 404 ? `${id} had already ended.` : `${id} was not aborted: ${error.message}`);
+    notice = error.status === 404 ? `${id} had already ended.` : `${id} was not aborted: ${error.message}`;
   }
+  draw();
 }
