@@ -74,7 +74,8 @@ def _command(name: str, parser: argparse.ArgumentParser, of_serve: dict[str | No
             yield f"{_sentence(group.description or '')}\n"
             continue
         if number > 1:  # before are positional arguments and options
-            title = (group.title or "").capitalize()
+            title = group.title or ""
+            title = title.upper() if title in ("http", "tls") else title.capitalize()
             yield f"{title}:\n" if of_serve else f"### {title}\n\n{_sentence(group.description or '')}\n"
         yield table(("argument", "value", "default", ""), map(_row, actions))
     if repeated:

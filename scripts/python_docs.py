@@ -24,7 +24,7 @@ This page lists every class of the Python API with its methods, fields and error
 signatures and docstrings, and a test fails if it is out of date. [Python API](../guides/python-api.md) has examples.
 
 All of these classes are imported from `quire`: `from quire import LLM, SamplingParams`. The options of an engine are
-the [engine flags of quire serve](cli.md#engine) with underscores.
+the [engine flags of quire serve](cli.md#quire-serve) with underscores.
 """
 GROUPS = {
     "Models": ("LLM", "AsyncLLM", "LLMEngine", "EngineArgs"),
