@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -24,9 +25,16 @@ _PIPE_BYTES = 1 << 20
 _EXIT_SECONDS = 2.0
 """Time at the exit for the last lines of other processes."""
 _GATHER_SECONDS = 0.05
-"""Lines that come within this time of each other are one message, such as the lines of a panic."""
+"""Text that comes within this time of the text before it is part of its message, such as the lines of a panic."""
 _MAX_GATHER_SECONDS = 1.0
 _MAX_CHARACTERS = 1 << 16
+"""Maximum length of a message, give or take one read."""
+_READ_BYTES = 1 << 16
+_RECORD = b'{"time":'
+"""The begin of the records of `log`."""
+_MAX_RECORD_BYTES = 1 << 24
+"""Maximum length of a record, such as one with a prompt (`--log-prompts`)."""
+_decoder = json.JSONDecoder(parse_constant=int)  # which raises for NaN and Infinity: they are not JSON
 
 
 def wrap() -> None:
@@ -50,55 +58,110 @@ def wrap() -> None:
     atexit.register(finish)
 
 
-class _Wrapper:
-    """Passes JSON lines on, and gathers the others."""
+class Wrapper:
+    """Passes records on to `write`, each without its newline, and makes records of the text around them.
 
-    def __init__(self) -> None:
-        self._rest = b""
+    Writers share the pipe, so a record may stand in the middle of a line that another process writes in pieces. A line
+    is held until it ends, has been quiet or is too long. Times are in seconds, of any clock.
+    """
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self._line = bytearray()
         """The begin of a line."""
-        self._lines: list[str] = []
+        self._text = bytearray()
+        """The text before it, without records."""
         self._begun_at = self._last_at = 0.0
-        """Times of the first and the last of `_lines`."""
+        """Times at which the first and the last bytes of both came."""
 
-    def run(self) -> None:
-        while True:
-            if select.select([0], [], [], self._seconds_left())[0]:
-                if not (chunk := os.read(0, 1 << 16)):
-                    break
-                self._add(chunk)
-            if self._lines and self._seconds_left() == 0.0:
-                self._flush()
-        self._add(b"\n" * bool(self._rest))
-        self._flush()
+    def add(self, chunk: bytes, now: float) -> None:
+        """Add bytes read from the pipe."""
+        if not self._text and not self._line:
+            self._begun_at = now
+        for number, part in enumerate(chunk.split(b"\n")):
+            if number:
+                self._end_line(b"\n", now)
+            self._line += part
+            if len(self._line) > (_MAX_RECORD_BYTES if self._has_record() else _MAX_CHARACTERS):
+                self._end_line(b"", now)
+        if self._line:
+            self._last_at = now
 
-    def _seconds_left(self) -> float | None:
-        if not self._lines:
+    def seconds_left(self, now: float) -> float | None:
+        """Return the time until `flush` is due, unless more comes before; None if nothing is held."""
+        if not self._text and not self._line:
             return None
         until = min(self._last_at + _GATHER_SECONDS, self._begun_at + _MAX_GATHER_SECONDS)
-        return max(0.0, until - time.monotonic())
+        if self._has_record():  # its writer waits for space in the pipe
+            until = self._last_at + _MAX_GATHER_SECONDS
+        return max(0.0, until - now)
 
-    def _add(self, chunk: bytes) -> None:
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(b"{"):
-                _write(line)
-                continue
-            if sum(map(len, self._lines)) + len(line) > _MAX_CHARACTERS:
-                self._flush()
-            self._last_at = time.monotonic()
-            self._begun_at = self._begun_at if self._lines else self._last_at
-            self._lines.append(line.decode(errors="backslashreplace"))
+    def flush(self) -> None:
+        """Write everything that is held."""
+        self._end_line(b"", self._last_at)
+        self._flush_text()
 
-    def _flush(self) -> None:
-        if any(self._lines):
+    def _has_record(self) -> bool:
+        return self._line.find(_RECORD, 0, _MAX_CHARACTERS) >= 0
+
+    def _end_line(self, newline: bytes, now: float) -> None:
+        records, text = _split((self._line + newline).decode(errors="backslashreplace"))
+        self._line.clear()
+        for record in records:
+            self._write(record.encode())
+        if added := text.encode():
+            if len(self._text) + len(added) > _MAX_CHARACTERS:
+                self._flush_text()
+            self._text += added
+            self._last_at = now
+
+    def _flush_text(self) -> None:
+        if message := self._text.decode().strip("\n"):
             found = {
                 "time": datetime.now().astimezone().isoformat(timespec="milliseconds"),
                 "level": "warning",
                 "logger": "stderr",
-                "message": "\n".join(self._lines),
+                "message": message,
             }
-            _write(json.dumps(found, ensure_ascii=False).encode(errors="backslashreplace"))
-        self._lines.clear()
+            self._write(json.dumps(found, ensure_ascii=False).encode())
+        self._text.clear()
+
+
+def _split(line: str) -> tuple[list[str], str]:
+    """Return the records in a line, and the text around them. Any JSON object that is the whole line is a record."""
+    records, text, at = list[str](), "", 0
+    with contextlib.suppress(RecursionError):  # far too deep for a record
+        if line.startswith("{") and _end_of_object(line, 0) == len(line.rstrip()):
+            return [line.rstrip()], ""
+        while (begin := line.find(_RECORD.decode(), at)) >= 0:
+            if end := _end_of_object(line, begin):
+                text += line[at:begin]
+                records.append(line[begin:end])
+            else:
+                end = begin + 1
+                text += line[at:end]
+            at = end
+    rest = line[at:]
+    return records, text if records and rest.isspace() else text + rest
+
+
+def _end_of_object(line: str, begin: int) -> int | None:
+    try:
+        return _decoder.raw_decode(line, begin)[1]
+    except ValueError:
+        return None
+
+
+def _run() -> None:
+    wrapper = Wrapper(_write)
+    while True:
+        if select.select([0], [], [], wrapper.seconds_left(time.monotonic()))[0]:
+            if not (chunk := os.read(0, _READ_BYTES)):
+                break
+            wrapper.add(chunk, time.monotonic())
+        if wrapper.seconds_left(time.monotonic()) == 0.0:
+            wrapper.flush()
+    wrapper.flush()
 
 
 def _write(line: bytes) -> None:
@@ -111,4 +174,4 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends after the others
     Path("/proc/self/comm").write_text("quire-log")
-    _Wrapper().run()
+    _run()
