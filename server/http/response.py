@@ -290,10 +290,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 @contextlib.contextmanager
 def cancelled_without_client(receive: Receive) -> Iterator[None]:
     """Cancel the work inside if it takes more than `_WATCH_SECONDS` and the client disconnects, which then raises
-    `ClientDisconnect`. Work that takes less costs only a timer.
+    `ClientDisconnect`. Work that takes less costs only a timer. A cancellation from outside stays one.
     """
     loop, task, watching, is_gone = asyncio.get_running_loop(), asyncio.current_task(), None, False
     assert task is not None
+    cancelled_before = task.cancelling()
 
     async def watch() -> None:
         nonlocal is_gone
@@ -307,16 +308,17 @@ def cancelled_without_client(receive: Receive) -> Iterator[None]:
 
     timer = loop.call_later(_WATCH_SECONDS, begin)
     try:
-        yield
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if watching is not None:
+                watching.cancel()
+            is_only_reason = is_gone and task.uncancel() <= cancelled_before
     except asyncio.CancelledError:
-        if not is_gone:
-            raise
-        task.uncancel()
-        raise ClientDisconnect from None
-    finally:
-        timer.cancel()
-        if watching is not None:
-            watching.cancel()
+        if is_only_reason:
+            raise ClientDisconnect from None
+        raise
 
 
 async def _disconnect(receive: Receive) -> None:

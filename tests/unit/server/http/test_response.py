@@ -4,6 +4,7 @@ of requests in responses.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import ClientDisconnect
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.http.response import Formatter, Usage, _frame
+from quire.server.http import response as module
+from quire.server.http.response import Formatter, Usage, _frame, cancelled_without_client
 from quire.server.openai.chat import ChatRequest, _ChatFormatter
 from quire.server.openai.completions import CompletionRequest, _CompletionFormatter
 from quire.server.parsers.events import ToolCall
@@ -151,3 +154,53 @@ def test_usage_counts_drafts_if_there_are_any() -> None:
         "accepted_prediction_tokens": 2,
         "rejected_prediction_tokens": 1,
     }
+
+
+class WrappedError(Exception):
+    """An error that work raises when it is cancelled."""
+
+
+def start(when_gone: Callable[[asyncio.Task[None]], object], *, wraps: bool = False) -> asyncio.Task[None]:
+    """Start work without an end, whose client disconnects right after `when_gone`."""
+
+    async def receive() -> dict[str, str]:
+        when_gone(task)
+        return {"type": "http.disconnect"}
+
+    async def work() -> None:
+        with cancelled_without_client(receive):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise (WrappedError if wraps else asyncio.CancelledError) from None
+
+    task = asyncio.create_task(work())
+    return task
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WATCH_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize(("wraps", "error"), [(False, ClientDisconnect), (True, WrappedError)])
+async def test_a_disconnect_leaves_no_cancellation_behind(watched: None, wraps: bool, error: type[Exception]) -> None:
+    task = start(lambda task: None, wraps=wraps)
+    with pytest.raises(error):
+        await task
+    assert task.cancelling() == 0
+
+
+@pytest.mark.parametrize(
+    "cancel",
+    [lambda task: task.cancel(), lambda task: asyncio.get_running_loop().call_soon(task.cancel)],
+    ids=["before", "after"],
+)
+async def test_a_cancellation_from_outside_is_no_disconnect(
+    watched: None, cancel: Callable[[asyncio.Task[None]], object]
+) -> None:
+    """Also if the client disconnects before it arrives."""
+    task = start(cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelling() == 1
