@@ -7,12 +7,22 @@ import difflib
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 _MAX_FLAGS = 50
 """Commands with more flags show only the common ones."""
 _ALL = ("all", "page")
 """The words for all flags: Quire's, and vLLM's for showing them in a pager."""
+_NO_WORD = (None, "listgroup")
+"""No word, and vLLM's for the groups."""
+_VLLM_GROUPS = {
+    "frontend": ("chat", "http", "access", "browser", "tls"),
+    "observabilityconfig": ("monitoring",),
+    "deviceconfig": ("execution",),
+    "attentionconfig": ("execution",),
+    "compilationconfig": ("execution",),
+}
+"""The groups with the flags of vLLM's groups, in lower case, whose names are others: ModelConfig is `model`."""
 _MAX_CHOICES = 40
 """Characters of choices that stand beside the flag; longer lists stand in its text."""
 
@@ -48,8 +58,10 @@ class _Line(argparse.Action):
 
 
 class HelpAction(argparse.Action):
-    """Prints help and exits: `--help`, `--help=GROUP`, `--help=FLAG`, `--help=WORD` or `--help=all`. vLLM's names of
-    groups, such as ModelConfig, are accepted.
+    """Prints help and exits: `--help`, `--help=GROUP`, `--help=FLAG`, `--help=WORD` or `--help=all`.
+
+    vLLM's names of groups that have a counterpart, such as ModelConfig and Frontend, are accepted. The word may be an
+    argument of its own; if it names nothing, it is taken for another argument, such as the model.
     """
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
@@ -58,12 +70,13 @@ class HelpAction(argparse.Action):
         self.default = argparse.SUPPRESS
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, word: Any, option_string: object = None) -> None:
-        found = find_groups(parser)
-        if word in _ALL or not found:
-            parser.print_help()
-        elif word not in (None, "listgroup"):
-            parser._print_message(_search(parser, word), sys.stdout)
-        elif len(_actions(parser._action_groups)) <= _MAX_FLAGS:
+        groups = find_groups(parser)
+        text = _search(parser, word) if groups and word not in (*_NO_WORD, *_ALL) else ""
+        if text is None and word not in (vars(parser).get("arguments") or ()):
+            _refuse(parser, word)
+        elif text:
+            parser._print_message(text, sys.stdout)
+        elif not groups or word in _ALL or len(_actions(parser._action_groups)) <= _MAX_FLAGS:
             parser.print_help()
         else:
             parser._print_message(_overview(parser), sys.stdout)
@@ -103,27 +116,39 @@ def _is_common(action: argparse.Action) -> bool:
     return bool(vars(action).get("is_common"))
 
 
-def _search(parser: argparse.ArgumentParser, word: str) -> str:
-    """The help of the group, the flag or the flags that the word names, in this order."""
+def _search(parser: argparse.ArgumentParser, word: str) -> str | None:
+    """The help of the group, the flag or the flags that the word names, in this order; None if it names none."""
     known, groups = _actions(parser._action_groups), find_groups(parser)
-    name = word.strip("-").replace("_", "-").lower()
-    title = name.removesuffix("config").removesuffix("options")
+    name = _name(word)
     formatter = parser._get_formatter()
-    if group := groups.get(title):
-        _add(formatter, title, group.description, group._group_actions)
+    if titles := [each for each in _VLLM_GROUPS.get(name, (_title(name),)) if each in groups]:
+        for title in titles:
+            _add(formatter, title, groups[title].description, groups[title]._group_actions)
         return formatter.format_help()
     names = {each: [flag.strip("-") for flag in each.option_strings] for each in known}
     found = [each for each in known if name in names[each]]
     found = found or [each for each in known if any(name in flag for flag in names[each])]
     if not name or not found:
-        near = difflib.get_close_matches(title, groups, n=3) or difflib.get_close_matches(
-            name, [flag for flags in names.values() for flag in flags], n=3
-        )
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        parser.error(f"argument --help: no group or flag is named {word}{hint} (groups: {', '.join(groups)})")
+        return None
     for title, group in [("", group) for group in parser._action_groups[:2]] + [*groups.items()]:
         _add(formatter, title or group.title, None, [each for each in found if each in group._group_actions])
     return formatter.format_help()
+
+
+def _name(word: str) -> str:
+    return word.strip("-").replace("_", "-").lower()
+
+
+def _title(name: str) -> str:
+    return name.removesuffix("config").removesuffix("options")
+
+
+def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:
+    name, groups = _name(word), find_groups(parser)
+    flags = [flag.strip("-") for each in _actions(parser._action_groups) for flag in each.option_strings]
+    near = difflib.get_close_matches(_title(name), groups, n=3) or difflib.get_close_matches(name, flags, n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    parser.error(f"argument --help: no group or flag is named {word}{hint} (groups: {', '.join(groups)})")
 
 
 def _add(

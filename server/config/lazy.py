@@ -24,14 +24,15 @@ class LazyParser(argparse.ArgumentParser):
         if keywords.get("add_help", True):
             self.add_argument("-h", "--help", action=HelpAction)
         self._module = module
-        self._arguments: Sequence[str] | None = None
+        self.arguments: Sequence[str] | None = None
+        """The arguments to parse, as they were given."""
         self._takes_vllm_flags = takes_vllm_flags
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """See argparse."""
-        self._arguments = args
+        self.arguments = args
         self.fill()
         notes: list[str] | None = None
         if self._takes_vllm_flags and args is not None:
@@ -54,7 +55,7 @@ class LazyParser(argparse.ArgumentParser):
             early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
             early.add_argument("--log-format", "--log_format")
             early.add_argument("--config")
-            given, _ = early.parse_known_args(self._arguments)
+            given, _ = early.parse_known_args(self.arguments)
             configure_log(given.log_format, given.config)
         if not log.is_json():
             super().error(message)

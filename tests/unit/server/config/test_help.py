@@ -62,6 +62,27 @@ def test_help_of_a_word(show: Show) -> None:
     }
 
 
+def test_help_of_vllms_groups(show: Show) -> None:
+    for name, groups in {
+        "ModelConfig": ["model"],
+        "frontend": ["chat", "http", "access", "browser", "tls"],
+        "ObservabilityConfig": ["monitoring"],
+        "DeviceConfig": ["execution"],
+        "AttentionConfig": ["execution"],
+        "CompilationConfig": ["execution"],
+    }.items():
+        assert re.findall(r"^(\S+):$", show("serve", f"--help={name}"), flags=re.M) == groups
+    assert "--device" in flags(show("serve", "--help=device"))
+    assert "--port" not in show("serve", "--help=device")
+    assert "no group or flag is named LoRAConfig" in show("serve", "--help=LoRAConfig", code=2)
+
+
+def test_another_argument_after_help_is_no_word(show: Show) -> None:
+    overview = show("serve", "--help")
+    assert show("serve", "--help", "Qwen/Qwen3-8B") == show("serve", "-h", "Qwen/Qwen3-8B", "-tp", "2") == overview
+    assert "no group or flag is named Qwen/Qwen3-8B" in show("serve", "--help=Qwen/Qwen3-8B", code=2)
+
+
 def test_help_of_everything(show: Show) -> None:
     text = show("serve", "--help=all")
     assert text == show("serve", "--help=page")
