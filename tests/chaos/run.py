@@ -9,8 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
-from tests.chaos.faults import FAULTS, LEAST_SHARE, Attack, applicable, schedule
+from tests.chaos.faults import FAULTS, LEAST_SHARE, Attack, applicable, describe_shares, schedule
 from tests.chaos.load import HUNG_SECONDS, Load, Record, requests
 from tests.chaos.system import Layout, System, system
 
@@ -27,8 +28,8 @@ class Report:
     faults: list[str] = field(default_factory=list)
     recoveries: list[float] = field(default_factory=list)
     """Seconds after each fault until the stream that waited longest got its next token."""
-    shares: list[float] = field(default_factory=list)
-    """The throughput with each slow replica, as a share of what the others give alone."""
+    shares: list[list[float]] = field(default_factory=list)
+    """The throughputs measured with each slow replica, as shares of what the others give alone."""
     leftovers: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Wrong exit codes, and events that did not happen in time."""
@@ -51,8 +52,8 @@ class Report:
             f"port {each.port}, {each.answer.num_tokens} tokens: {each.detail}"
             for each in bad
         ]
-        low = (f"throughput with a slow replica: {each:.0%} of the others'" for each in self.shares)
-        found += [text for text, share in zip(low, self.shares, strict=True) if share < LEAST_SHARE]
+        low = [each for each in self.shares if max(each) < LEAST_SHARE]
+        found += [f"throughput with a slow replica: {describe_shares(each)} of the others'" for each in low]
         return [*found, *(f"left behind: {each}" for each in self.leftovers), *self.problems]
 
     def row(self) -> dict[str, str]:
@@ -69,7 +70,7 @@ class Report:
             "longest pause": f"{pause:.1f}",
             "recovery: half within": f"{recoveries[len(recoveries) // 2]:.1f}" if recoveries else "-",
             "all within": f"{recoveries[-1]:.1f}" if recoveries else "-",
-            "throughput with a slow one": f"{min(self.shares):.0%}" if self.shares else "-",
+            "throughput with a slow one": describe_shares([*chain(*self.shares)]) if self.shares else "-",
         }
 
 
@@ -146,7 +147,7 @@ def _inject(name: str, attack: Attack, report: Report, told: Callable[[str], Non
     finally:
         told(f"{name} {attack.told}".strip())
     report.faults.append(name)
-    report.shares += [] if attack.share is None else [attack.share]
+    report.shares += [attack.shares] if attack.shares else []
     affected |= attack.load.open
     _wait(attack.load, attack.system, lambda: not affected & attack.load.open)
     report.recoveries.append(max((record.longest_pause(since=at) for record in affected), default=0.0))
