@@ -167,28 +167,46 @@ def read_again(path: str, level: str) -> str:
 
 
 def reload(config: str, level: str) -> None:
-    """Log as this configuration says (`CONFIG`; empty: there is none), in this process and in those that it starts."""
+    """Log as this configuration says (`CONFIG`; empty: there is none), in this process and in those that it starts. If
+    this process cannot apply it, the previous configuration stays, and an error is logged.
+    """
     if not config:
         return
-    previous = os.environ.get(CONFIG, "")
-    os.environ[CONFIG] = config
     try:
-        setup(level, RECENT.source)
-    except ValueError as error:  # such as a file that this process cannot write to
-        os.environ[CONFIG] = previous
+        _setup(level, config)
+    except Exception as error:  # such as a file that this process cannot write to
         setup(level, RECENT.source)
         _logger.error(
             "the configuration of the logs cannot be used; the previous one stays: %s", error.__cause__ or error
         )
+    else:
+        os.environ[CONFIG] = config
 
 
 def setup(level: str, process_name: str) -> None:
     """Log the `quire` loggers to stderr, unless `--log-config-file` says otherwise. `process_name` is shown in each
     line: api, core, rank 3.
+
+    A configuration that cannot be applied any more, such as one with a file in a folder that was removed, is an error
+    in the log on stderr.
     """
     RECENT.source = multiprocessing.current_process().name = process_name
+    try:
+        _setup(level, os.environ.get(CONFIG, ""))
+    except Exception as error:
+        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger) and logger.handlers:  # closed ones, which may raise
+                logger.handlers.clear()
+                logger.propagate = True
+        _setup(level, "")
+        _logger.error("--log-config-file cannot be applied; logging to standard error: %s", error.__cause__ or error)
+
+
+def _setup(level: str, config: str) -> None:
+    """Log as `config` says, or to stderr if it is empty; raises anything if it cannot be applied."""
+    name = RECENT.source
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(process_name) if is_json() else _TextFormatter(process_name))
+    handler.setFormatter(_JsonFormatter(name) if is_json() else _TextFormatter(name))
     _logger.handlers[:] = [handler, RECENT]
     _logger.propagate = False
     set_level(level)
@@ -200,7 +218,7 @@ def setup(level: str, process_name: str) -> None:
             "uncaught exception in a thread",
             exc_info=(raised.exc_type, raised.exc_value or raised.exc_type(), raised.exc_traceback),
         )
-    if config := os.environ.get(CONFIG):
+    if config:
         from logging.config import dictConfig  # slow to import
 
         _logger.handlers[:], _logger.propagate = [], True

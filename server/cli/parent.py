@@ -113,7 +113,8 @@ class _ApiProcess(SupervisedProcess):
             self._server.manager.drained(self.index, replica)
         num_cut = self._server.manager.metrics.count_cut(self.index)
         self._num_failed_starts += not self.is_ready
-        is_hopeless = failure.user_error or self._num_failed_starts > _MAX_FAILED_STARTS
+        # A file that was valid at the start, such as a certificate, can be mended.
+        is_hopeless = self.seconds is None if failure.user_error else self._num_failed_starts > _MAX_FAILED_STARTS
         if is_hopeless and not self._server.is_serving:
             self._server.failure = self._server.failure or failure
             return None

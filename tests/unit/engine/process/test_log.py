@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import sys
 import threading
 import warnings
@@ -71,9 +72,11 @@ def quire() -> Iterator[logging.Logger]:
     access_level = log.ACCESS.level
     hooks = sys.excepthook, threading.excepthook
     yield found
-    for handler in found.handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.close()
+    for logger in (found, log.ACCESS, logging.getLogger("another.library")):
+        for handler in logger.handlers:
+            if isinstance(handler, logging.FileHandler):
+                handler.close()
+        logger.handlers[:], logger.propagate = [], True
     found.handlers[:], found.propagate, found.level, root.handlers[:], root.level = before
     sys.excepthook, threading.excepthook = hooks
     multiprocessing.current_process().name = name
@@ -227,6 +230,38 @@ def test_a_configuration_that_changes(quire: logging.Logger, tmp_path: Path) -> 
     assert os.environ[log.CONFIG] == first
     log.reload("", "error")
     assert quire.level == logging.INFO
+
+
+def test_without_the_folder_of_its_files_the_log_is_on_standard_error(
+    quire: logging.Logger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = tmp_path / "logging.json", tmp_path / "logs"
+    handlers = {"file": {"class": "logging.FileHandler", "filename": str(folder / "quire.log")}}
+    one, several = {"handlers": ["file"], "propagate": False}, ("quire", "quire.access", "another.library")
+    config = {"version": 1, "handlers": handlers, "loggers": dict.fromkeys(several, one)}
+    file.write_text(json.dumps(config))
+    folder.mkdir()
+    log.configure(None, str(file))
+    log.setup("info", "core")
+    quire.info("first")
+    assert (folder / "quire.log").read_text() == "first\n"
+    shutil.rmtree(folder)
+    present = log.read_again(str(file), "info")
+    assert present == os.environ[log.CONFIG]
+    log.reload(present, "info")
+    access(status=200)
+    logging.getLogger("another.library").warning("beware")
+    applied, read, applied_again, reloaded, line, other = capsys.readouterr().err.splitlines()
+    for error in (applied, applied_again):
+        assert "ERROR [core] --log-config-file cannot be applied; logging to standard error: [Errno 2]" in error
+    assert f"--log-config-file {file}: " in read
+    assert "the previous one stays: [Errno 2]" in reloaded
+    assert line.endswith("INFO [core] status=200")
+    assert other == "beware"
+    folder.mkdir()
+    log.reload(present, "info")
+    quire.info("second")
+    assert (folder / "quire.log").read_text() == "second\n"
 
 
 def test_a_configuration_that_is_wrong_is_an_error_that_names_it(quire: logging.Logger, tmp_path: Path) -> None:

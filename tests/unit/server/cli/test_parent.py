@@ -360,6 +360,26 @@ def test_a_server_whose_api_process_cannot_start_ends(
     assert engine_of(server).closed_with == ["the tokenizer cannot be read"]
 
 
+def test_a_file_that_is_invalid_by_now_does_not_end_the_server(play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a certificate: the API process that has served before is started until the file is mended."""
+
+    def on_start(process: ApiProcess) -> None:
+        if len(play.started) == 1:
+            process.on_poll = after(5, process.kill, process)
+        elif len(play.started) <= 10:
+            process.fail(user_error=True)
+        else:
+            process.on_poll = after(5, lambda: signal.raise_signal(signal.SIGTERM), process)
+
+    play.on_start = on_start
+    with caplog.at_level("INFO", "quire"):
+        assert play.server().run() == 0
+    assert caplog.text.count("the tokenizer cannot be read; restarting it") == 9
+    assert "is ready again" in caplog.text
+    times = [process.started_at for process in play.started]
+    assert [round(late - early) for early, late in itertools.pairwise(times)] == [0, 1, 3, 7, *[10] * 6]
+
+
 def test_a_failed_engine_is_reported_for_a_while(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
     def on_start(process: ApiProcess) -> None:
         process.on_poll = after(5, lambda: engine_of(server).fail(), process)
