@@ -98,7 +98,7 @@ class GrammarCompiled:
     grammar: StartedGrammar | EngineCoreOutput
 
 
-Inbound = ToCore | GrammarCompiled | RankEnded | SetLogLevel | Shutdown | Exception
+Inbound = ToCore | GrammarCompiled | RankEnded | SetLogLevel | Reload | Shutdown | Exception
 
 
 class EngineCoreIO:
@@ -348,6 +348,8 @@ class EngineCore:
                 self.stop_deadline = time.monotonic() + _STOP_TIMEOUT
             case SetLogLevel(level):
                 self.executor.set_log_level(level)
+            case Reload():
+                self.executor.reload_logs(message)
             case RankEnded():
                 self.executor.check()
             case Exception():
@@ -529,8 +531,9 @@ def _listen(connection: SupervisorConnection, io: EngineCoreIO) -> None:
                 case SetLogLevel(level) as message:
                     log.set_level(level)
                     io.inbox.put(message)  # for the ranks
-                case Reload(log_config, level):
+                case Reload(log_config, level) as message:
                     log.reload(log_config, level)
+                    io.inbox.put(message)
     io.inbox.put(WorkerError("the server process has ended"))
     time.sleep(_SHUTDOWN_GRACE)
     os._exit(1)

@@ -10,7 +10,7 @@ from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
-from quire.engine.protocol.supervision import LogLevel
+from quire.engine.protocol.supervision import LogLevel, Reload
 
 STEP_TIMEOUT = 600.0
 """Maximum seconds of computation in a step; a single rank that takes longer counts as hung."""
@@ -78,6 +78,9 @@ class Executor(Protocol):
 
     def set_log_level(self, level: LogLevel) -> None:
         """Show log messages of at least this level in all processes of the ranks, on other hosts, too."""
+
+    def reload_logs(self, message: Reload) -> None:
+        """Let the ranks of this host log as the message says; this process does already."""
 
     def close(self, reason: str = "") -> None:
         """Stop every rank; `reason` is the error after a failure."""

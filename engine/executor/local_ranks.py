@@ -1,4 +1,5 @@
-"""Ranks as processes on this host: plans are sent by shared-memory broadcast, results come back through pipes.
+"""Ranks as processes on this host: plans are sent by shared-memory broadcast, results come back through pipes,
+which carry orders about the logs to them.
 
 The processes are forked from a fork server that has imported torch once, so that many start as fast as one. They
 inherit nothing from the engine core, and no device is used before the fork.
@@ -6,7 +7,7 @@ inherit nothing from the engine core, and no device is used before the fork.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import multiprocessing
 import selectors
 import signal
@@ -30,6 +31,7 @@ from quire.engine.protocol.profile import RankTrace
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.stats import LogRecord, RankStats
+from quire.engine.protocol.supervision import LogLevel, Reload, SetLogLevel
 
 _KILLED_TIMEOUT = 1.0
 """Seconds to look for the rank that died first after the first error, because its neighbours fail too."""
@@ -91,7 +93,7 @@ class LocalRanks:
         self._selector = selectors.DefaultSelector()
         try:
             for index, rank in enumerate(ranks):
-                receiver, sender = context.Pipe(duplex=False)
+                own, theirs = context.Pipe()
                 process = context.Process(
                     target=_run,
                     args=(
@@ -101,17 +103,17 @@ class LocalRanks:
                         init_method,
                         self._ring,
                         self._states,
-                        sender,
+                        theirs,
                         log_level,
                     ),
                     name=f"quire-rank-{rank}",
                     daemon=True,
                 )
                 process.start()
-                sender.close()
+                theirs.close()
                 self._processes[rank] = process
-                self._pipes.append(receiver)
-                self._selector.register(receiver, selectors.EVENT_READ, rank)
+                self._pipes.append(own)
+                self._selector.register(own, selectors.EVENT_READ, rank)
                 self._selector.register(process.sentinel, selectors.EVENT_READ, rank)
         except BaseException:
             self.kill()
@@ -126,10 +128,18 @@ class LocalRanks:
         wait([process.sentinel for process in self._processes.values()])
         on_end()
 
-    def set_log_level(self, level: str) -> None:
+    def set_log_level(self, level: LogLevel) -> None:
         """Show log messages of at least this level in the ranks; they notice it within a second."""
-        for state in self._states:
-            state.log_level = logging.getLevelNamesMapping()[level.upper()]
+        self._order(SetLogLevel(level))
+
+    def reload_logs(self, message: Reload) -> None:
+        """Let the ranks log as the message says; they notice it within a second."""
+        self._order(message)
+
+    def _order(self, message: SetLogLevel | Reload) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # the rank has ended
+                pipe.send_bytes(msgspec.msgpack.encode(message))
 
     @property
     def is_ready(self) -> bool:

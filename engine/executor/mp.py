@@ -20,7 +20,7 @@ from quire.engine.protocol.profile import RankTrace, TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
-from quire.engine.protocol.supervision import LogLevel
+from quire.engine.protocol.supervision import LogLevel, Reload
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,10 @@ class ProcessExecutor:
     def set_log_level(self, level: LogLevel) -> None:
         """Show log messages of at least this level in all processes of the ranks."""
         self._ranks.set_log_level(level)
+
+    def reload_logs(self, message: Reload) -> None:
+        """Let the ranks of this host log as the message says."""
+        self._ranks.reload_logs(message)
 
     def close(self, reason: str = "") -> None:
         """Stop every rank, and kill those that do not exit; after a failure, kill all at once."""

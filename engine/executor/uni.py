@@ -22,7 +22,7 @@ from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
-from quire.engine.protocol.supervision import LogLevel
+from quire.engine.protocol.supervision import LogLevel, Reload
 
 if TYPE_CHECKING:
     from quire.engine.worker.async_copies import AsyncOutput
@@ -111,6 +111,9 @@ class UniExecutor:
 
     def set_log_level(self, level: LogLevel) -> None:
         """Do nothing: the rank is in this process, which has the level already."""
+
+    def reload_logs(self, message: Reload) -> None:
+        """Do nothing, for the same reason."""
 
     def close(self, reason: str = "") -> None:
         """Stop the threads. A thread that hangs ends with the process."""

@@ -8,7 +8,7 @@ from quire.engine.protocol.stats import GROUPS, RankStats, RankUsage
 
 
 class RankState(ctypes.Structure):
-    """Written by the rank, except `log_level`."""
+    """Written by the rank."""
 
     progress: int
     """2 × step of the oldest plan in flight; if there is none, 2 × last step + 1."""
@@ -24,8 +24,6 @@ class RankState(ctypes.Structure):
     """The part of `seconds` in which the rank waited for others."""
     communication: ctypes.Array[ctypes.c_double]
     """The part of `seconds` in communication, for each of `quire.engine.protocol.stats.GROUPS`."""
-    log_level: int
-    """The lowest level of log messages that the rank is to show, as a number of Python's logging; 0: unchanged."""
 
     _fields_ = (
         ("progress", ctypes.c_longlong),
@@ -35,7 +33,6 @@ class RankState(ctypes.Structure):
         ("seconds", ctypes.c_double),
         ("waited", ctypes.c_double),
         ("communication", ctypes.c_double * len(GROUPS)),
-        ("log_level", ctypes.c_int),
     )
 
     def stats(self, usage: RankUsage | None) -> RankStats:

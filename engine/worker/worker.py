@@ -41,6 +41,7 @@ from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import LogRecord
+from quire.engine.protocol.supervision import Reload, SetLogLevel
 from quire.engine.worker.async_copies import AsyncOutput
 from quire.engine.worker.heap import ActivationHeap, return_freed_memory
 from quire.engine.worker.memory import CudaMemoryMeter, MemoryMeter
@@ -180,7 +181,8 @@ def main(
     results: Connection,
     log_level: str,
 ) -> None:
-    """The main function of a worker process: reads `plans`, writes `results`, and updates its state for `LocalRanks`.
+    """The main function of a worker process: reads `plans`, writes `results`, and updates its state for `LocalRanks`,
+    which sends orders about the logs in the other direction of `results`.
 
     `local_rank` is the rank's index on this host.
     """
@@ -190,9 +192,9 @@ def main(
     current_process.set_name(f"quire-rank-{rank}")
     state = states[local_rank]
     worker: Worker | None = None
-    _end_with_parent(state, lambda: worker is not None and worker.is_ahead)
-    tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which a killed rank would leak
     log.setup(log_level, f"rank {rank}")
+    _end_with_parent(state, results, lambda: worker is not None and worker.is_ahead)
+    tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which a killed rank would leak
     reports = Reports(results, state)
     log.RECENT.keep = reports.send
     try:
@@ -311,26 +313,35 @@ def read_plans(
         yield plan
 
 
-def _end_with_parent(state: RankState, is_ahead: Callable[[], bool]) -> None:
+def _end_with_parent(state: RankState, orders: Connection, is_ahead: Callable[[], bool]) -> None:
     """Exit this process as soon as the engine core's process ends, for whatever reason, or the fork server, without
-    which the core cannot watch this one; until then, write heartbeats, and show log messages of the level asked for."""
+    which the core cannot watch this one; until then, write heartbeats, and log as the core asks for.
+    """
     parent, fork_server = multiprocessing.parent_process(), os.getppid()
     assert parent is not None
 
     def watch() -> None:
-        log_level = 0
-        while parent.is_alive() and os.getppid() == fork_server:
-            state.heartbeat = time.monotonic()
-            if state.log_level != log_level:
-                log_level = state.log_level
-                log.set_level(logging.getLevelName(log_level))
-                logger.debug("debug messages are shown")
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            state.is_waiting = is_ahead() or is_in_collective(frame)
-            parent.join(HEARTBEAT_SECONDS)
+        with contextlib.suppress(EOFError, OSError):  # the core has ended
+            while parent.is_alive() and os.getppid() == fork_server:
+                state.heartbeat = time.monotonic()
+                while orders.poll():
+                    log_as_asked(orders.recv_bytes())
+                frame = sys._current_frames().get(threading.main_thread().ident or 0)
+                state.is_waiting = is_ahead() or is_in_collective(frame)
+                parent.join(HEARTBEAT_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def log_as_asked(order: bytes) -> None:
+    """Log as an encoded `SetLogLevel` or `Reload` asks for."""
+    match msgspec.msgpack.decode(order, type=SetLogLevel | Reload):
+        case SetLogLevel(level):
+            log.set_level(level)
+            logger.debug("debug messages are shown")
+        case Reload(config, level):
+            log.reload(config, level)
 
 
 def is_in_collective(frame: FrameType | None) -> bool:

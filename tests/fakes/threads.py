@@ -18,7 +18,7 @@ from quire.engine.executor.base import StepFuture
 from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
-from quire.engine.protocol.supervision import LogLevel
+from quire.engine.protocol.supervision import LogLevel, Reload
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.ranks import expert_groups
 
@@ -85,6 +85,9 @@ class ThreadExecutor:
 
     def set_log_level(self, level: LogLevel) -> None:
         """The threads have the level of their process."""
+
+    def reload_logs(self, message: Reload) -> None:
+        """The threads log as their process does."""
 
     def rank_stats(self) -> list[RankStats]:
         return []

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import selectors
 import subprocess
 import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from quire.engine.executor.local_ranks import LocalRanks
+from quire.engine.process import log
+from quire.engine.protocol.rank_state import RankState
+from quire.engine.protocol.supervision import Reload
+from quire.engine.worker import worker
 
 _START = """
 import sys
@@ -39,3 +47,33 @@ def test_a_rank_that_has_just_ended_is_no_error() -> None:
     ranks._selector, ranks._usage, ranks._pipes = selectors.DefaultSelector(), None, []
     ranks._processes = {0: process}
     ranks.kill()
+
+
+def _watch(results: Connection, parents: Connection) -> None:
+    parents.close()
+    log.setup("warning", "rank 3")
+    worker._end_with_parent(RankState(), results, lambda: False)
+    threading.Event().wait()
+
+
+def test_a_rank_logs_as_it_is_asked_and_ends_with_the_pipe(tmp_path: Path) -> None:
+    handler = {"class": "logging.FileHandler", "filename": str(tmp_path / "quire.log"), "formatter": "own"}
+    config = {
+        "version": 1,
+        "formatters": {"own": {"format": "%(processName)s|%(message)s"}},
+        "handlers": {"file": handler},
+        "loggers": {"quire": {"handlers": ["file"], "propagate": False}},
+    }
+    own, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_watch, args=(theirs, own), daemon=True)
+    process.start()
+    theirs.close()
+    ranks = LocalRanks.__new__(LocalRanks)
+    ranks._pipes = [own]
+    ranks.reload_logs(Reload(json.dumps(config), "info"))
+    ranks.set_log_level("debug")
+    own.close()
+    process.join(20)
+    assert process.exitcode == 1
+    assert (tmp_path / "quire.log").read_text() == "rank 3|debug messages are shown\n"
+    ranks.set_log_level("info")  # which nobody hears

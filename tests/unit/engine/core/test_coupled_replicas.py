@@ -19,7 +19,7 @@ from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
-from quire.engine.protocol.supervision import LogLevel, Shutdown
+from quire.engine.protocol.supervision import LogLevel, Reload, Shutdown
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
 from tests.fakes.model import FakeModel
@@ -84,6 +84,9 @@ class MeetingExecutor:
         pass
 
     def set_log_level(self, level: LogLevel) -> None:
+        pass
+
+    def reload_logs(self, message: Reload) -> None:
         pass
 
     def rank_stats(self) -> list[RankStats]:

@@ -34,7 +34,7 @@ from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import ExpertLoad, LogRecord, RankStats
-from quire.engine.protocol.supervision import LogLevel, SetLogLevel, Shutdown
+from quire.engine.protocol.supervision import LogLevel, Reload, SetLogLevel, Shutdown
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.step_time import StepTimeModel
 from tests.fakes.configs import engine_config
@@ -62,6 +62,7 @@ class FakeExecutor:
     def __init__(self, core_wire: FakeWire, model: FakeModel, script: dict[int, list[Inbound]], dies_at: int = -1):
         self.seconds: dict[str, float] = {}
         self.levels: list[LogLevel] = []
+        self.reloads: list[Reload] = []
         self.wire, self.model, self.script, self.dies_at = core_wire, model, script, dies_at
 
     def submit(self, plan: SchedulerOutput, limit: float) -> Step:
@@ -76,6 +77,9 @@ class FakeExecutor:
 
     def set_log_level(self, level: LogLevel) -> None:
         self.levels.append(level)
+
+    def reload_logs(self, message: Reload) -> None:
+        self.reloads.append(message)
 
     def rank_stats(self) -> list[RankStats]:
         return [RankStats(3, 0.5, 0.25), RankStats(3, 0.5, 0.0, is_straggler=True)]
@@ -175,11 +179,12 @@ def test_nothing_runs_on_for_the_predecessor_of_an_api_process_that_joins() -> N
     core.scheduler.check_integrity()
 
 
-def test_the_log_level_reaches_the_ranks() -> None:
-    core = core_with({0: [SetLogLevel("error"), Shutdown()]}, [Probe(0, 7)])
+def test_the_log_level_and_the_configuration_of_the_logs_reach_the_ranks() -> None:
+    reload = Reload('{"version": 1}', "info")
+    core = core_with({0: [SetLogLevel("error"), reload, Shutdown()]}, [Probe(0, 7)])
     core.run()
     assert isinstance(core.executor, FakeExecutor)
-    assert core.executor.levels == ["error"]
+    assert (core.executor.levels, core.executor.reloads) == (["error"], [reload])
 
 
 def test_an_idle_engine_proves_that_it_lives_by_a_step() -> None:
