@@ -286,7 +286,7 @@ class MultiNodeExecutor(ProcessExecutor):
 
 
 def serve_node(
-    options: EngineOptions, log_level: str, placement: RayPlacement | None = None, *, may_rejoin: bool = False
+    options: EngineOptions, log_level: LogLevel, placement: RayPlacement | None = None, *, may_rejoin: bool = False
 ) -> int:
     """Run the ranks of node `options.node_rank` until its replica ends; returns the exit code: 1 after a failure, 2
     after one that another start does not mend.
@@ -330,11 +330,13 @@ class Node:
     """Runs the ranks of a host other than the replica's first: carries plans to them, and their messages to the first
     host."""
 
-    def __init__(self, config: EngineConfig, log_level: str) -> None:
+    def __init__(self, config: EngineConfig, log_level: LogLevel) -> None:
         """Join the first node; raises `ConfigError` if it does not answer, and `LinkEnded` if it rejects this one."""
         self._config = config
         self.log_level = log_level
-        """The lowest level of log messages that are shown here."""
+        """The lowest level of log messages that are shown here, unless the configuration of the logs says otherwise."""
+        self._is_level_changed = False
+        """Whether the first node has asked for another level."""
         self._ranks: LocalRanks | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self.is_ready = False
@@ -355,7 +357,8 @@ class Node:
             ranks = self._ranks = LocalRanks(
                 config, parallel.ranks_of(parallel.node), start.init_method, self.log_level, on_end=lambda: None
             )
-            ranks.set_log_level(self.log_level)  # it may have changed meanwhile
+            if self._is_level_changed:  # perhaps meanwhile, and whatever the configuration of the logs says
+                ranks.set_log_level(self.log_level)
             ranks.on_trace = self._on_rank_trace
             ranks.listen(self._follower.inbox.fd, lambda: None)
             while True:
@@ -378,7 +381,7 @@ class Node:
         return self._await_cause() or LinkEnded(failure.reason, is_final=failure.user_error)
 
     def _set_log_level(self, level: LogLevel) -> None:
-        self.log_level = level
+        self.log_level, self._is_level_changed = level, True
         log.set_level(level)
         if self._ranks is not None:
             self._ranks.set_log_level(level)
