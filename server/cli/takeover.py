@@ -23,6 +23,8 @@ from quire.engine.protocol.errors import ConfigError
 _LISTENER, _READY, _ENDING = b"listener", b"ready", b"ending"
 _ANSWER_SECONDS = 10.0
 """Time for the other server to answer."""
+_RETRY_SECONDS = 1.0
+"""Time after an error, until the offer goes on."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class Offer:
     def __init__(self, listener: socket.socket, on_taken: Callable[[], None]) -> None:
         """`on_taken` is called in the thread, when a successor accepts all further connections."""
         self._listener, self._on_taken = listener, on_taken
+        self._is_closed = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.bind(_name(listener.getsockname()))
@@ -45,23 +48,24 @@ class Offer:
 
     def close(self) -> None:
         """Offer nothing any more. A successor that has the socket keeps it."""
+        self._is_closed.set()
         with contextlib.suppress(OSError):  # it is closed already
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed
-            while True:
+        while not self._is_closed.is_set():
+            try:
                 connection, _ = self._socket.accept()
                 with connection:
-                    try:
-                        is_taken = self._serve(connection)
-                    except OSError as error:
-                        logger.warning("--takeover has failed: %s; serving on", error.strerror)
-                        continue
-                if is_taken:
-                    self._on_taken()
-                    return
+                    is_taken = self._serve(connection)
+            except OSError as error:  # such as when no files can be opened
+                if not self._is_closed.wait(_RETRY_SECONDS):
+                    logger.warning("--takeover has failed: %s; serving on", error.strerror)
+                continue
+            if is_taken:
+                self._on_taken()
+                return
 
     def _serve(self, connection: socket.socket) -> bool:
         """Hand the socket to a process; returns whether it accepts connections now."""

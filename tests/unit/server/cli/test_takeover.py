@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +75,28 @@ def test_it_serves_even_if_its_predecessor_has_ended(running: Running) -> None:
     predecessor.end()
     with predecessor.listener, socket.create_connection(running.where):
         predecessor.listener.accept()[0].close()
+
+
+def test_an_offer_outlives_a_lack_of_files(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(takeover, "_RETRY_SECONDS", 0.0)
+
+    class Scarce(socket.socket):
+        def accept(self) -> tuple[socket.socket, Any]:
+            if not failures:
+                failures.append(error := OSError(errno.EMFILE, "Too many open files"))
+                raise error
+            return super().accept()
+
+    failures: list[OSError] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(takeover.socket, "socket", Scarce)
+        running = Running()
+    predecessor = running.find()
+    predecessor.end()
+    assert running.is_taken.wait(10)
+    assert "--takeover has failed: Too many open files; serving on" in caplog.text
+    predecessor.listener.close()
+    running.listener.close()
 
 
 def test_only_one_at_a_time(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
