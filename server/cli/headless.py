@@ -57,7 +57,8 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
     def on_start(manager: EngineManager) -> None:
         def reload() -> None:
             if server.log_config_file is not None:
-                manager.reload(Reload(log.read_again(server.log_config_file, server.log_level), server.log_level))
+                level = manager.changed_log_level or server.log_level
+                manager.reload(Reload(log.read_again(server.log_config_file, level), level))
 
         signal.signal(signal.SIGHUP, lambda number, frame: manager.supervisor.call(reload))
 

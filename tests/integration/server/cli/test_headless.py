@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -20,9 +21,10 @@ from quire.engine.cluster.control_plane import LinkEnded
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import CoreArgs
+from quire.engine.process import log
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.engine.protocol.supervision import Failed, ReplicaUp
+from quire.engine.protocol.supervision import Failed, LogLevel, Reload, ReplicaUp
 from quire.server.cli import headless
 from quire.server.cli.main import main
 from quire.server.client import engine_manager
@@ -269,6 +271,37 @@ def test_a_signal_while_the_replicas_of_a_lost_leader_end_is_the_end(monkeypatch
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
     assert len(joined) == 1
+
+
+def test_sighup_keeps_a_level_that_was_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Manager:
+        changed_log_level: LogLevel | None = None
+        supervisor = SimpleNamespace(call=lambda function: function())
+        reloads: ClassVar[list[Reload]] = []
+        reload = reloads.append
+
+    def run(*arguments: Any) -> None:
+        arguments[-1](Manager)
+        signal.raise_signal(signal.SIGHUP)
+        Manager.changed_log_level = "error"
+        signal.raise_signal(signal.SIGHUP)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    monkeypatch.setattr(headless, "DPMember", lambda config, *, is_headless: Alone(Path()))
+    monkeypatch.setattr(headless, "run_replicas", run)
+    monkeypatch.setattr(log, "read_again", lambda path, level: f"{path} at {level}")
+    try:
+        options = EngineOptions(data_parallel_size=2, data_parallel_start_rank=1)
+        server = ServerOptions(log_config_file="logging.json", log_level="warning")
+        assert headless.serve_replicas(options, server) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert Manager.reloads == [
+        Reload("logging.json at warning", "warning"),
+        Reload("logging.json at error", "error"),
+    ]
 
 
 @pytest.mark.parametrize(("is_user_error", "code"), [(True, 2), (False, 1)])
