@@ -58,7 +58,8 @@ class ApiKeyMiddleware:
         if key is None:
             return await respond(key_required())(scope, receive, send)
         if readable not in self._metrics:
-            return await respond(wrong_role("this key only reads /metrics"))(scope, receive, send)
+            text = "a metrics key only reads /metrics, /ui/state and /ui/history"
+            return await respond(wrong_role(text))(scope, receive, send)
         await self._app(scope, receive, send)
 
 

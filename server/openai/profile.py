@@ -45,7 +45,7 @@ async def start_profile(state: AppState, request: Request, body: StartProfileReq
     """Start recording the operations of all ranks, while they serve, with torch's profiler. The body may be empty.
 
     Needs an admin key. A server without keys needs `--torch-profiler-dir`; then clients must be on its host, and no
-    web pages.
+    other web pages.
     """
     _check(state, request)
     body = body or StartProfileRequest()
@@ -120,7 +120,7 @@ def _check(state: ServedModel, request: Request) -> None:
     if not is_local(request):
         raise ApiError(
             403,
-            "without keys the server can be profiled only from its own host, as localhost, not by web pages and not "
-            "through a proxy: start it with --admin-key or QUIRE_ADMIN_KEY",
+            "without keys the server can be profiled only from its own host, as localhost, not by other web pages "
+            "and not through a proxy: start it with --admin-key or QUIRE_ADMIN_KEY",
             "admin_key_required",
         )
