@@ -39,6 +39,7 @@ STREAM = """
     const body = new ReadableStream({start: controller => { stream = controller; }});
     const encoder = new TextEncoder();
     window.feed = event => stream.enqueue(encoder.encode(`data: ${JSON.stringify(event)}\\r\\n\\r\\n`));
+    window.stop = () => stream.close();
     options.signal.addEventListener("abort", () => stream.error(options.signal.reason));
     return Promise.resolve(new Response(body));
   };
@@ -537,6 +538,31 @@ def test_tool_calls_are_shown_and_answered(chat: Page, answers: Answers) -> None
     ]
 
 
+def test_an_answer_to_a_schema_is_shown_as_json(page: Page, server: Server) -> None:
+    page.add_init_script(STREAM)
+    open_chat(page, server)
+    page.get_by_label("JSON schema").fill('{"type": "object"}')
+    box = page.get_by_label("Message", exact=True)
+    box.fill("hello")
+    box.press("Enter")
+    shown = turns(page).last.locator(".answer")
+    raw = ['{"a": "*b* `c` \\\\(d_e_\\\\)", "f": 12345678901234567890', ', "g": [1.0]}']
+    page.evaluate("text => feed({choices: [{delta: {content: text}}]})", raw[0])
+    expect(shown).to_have_text(raw[0], use_inner_text=True)
+    page.evaluate("text => feed({choices: [{delta: {content: text}, finish_reason: 'stop'}]})", raw[1])
+    page.evaluate("stop()")
+    lines = ["{", '  "a": "*b* `c` \\\\(d_e_\\\\)",', '  "f": 12345678901234567890,', '  "g": [', "    1.0", "  ]", "}"]
+    expect(shown.locator("pre")).to_have_text("\n".join(lines), use_inner_text=True)
+    for name in ("Copy code", "Copy"):
+        button(turns(page).last, name).click()
+        box.fill("")
+        box.press("Control+v")
+        expect(box).to_have_value("".join(raw))
+    page.reload()
+    page.get_by_role("button", name="hello", exact=False).first.click()
+    expect(shown.locator("pre")).to_have_text("\n".join(lines), use_inner_text=True)
+
+
 def test_log_probabilities_of_tokens(chat: Page, answers: Answers) -> None:
     def scored(token: str, logprob: float, **rest: Any) -> dict[str, Any]:
         return {"token": token, "logprob": logprob, "bytes": list(rest.pop("raw", token.encode())), **rest}
@@ -618,7 +644,7 @@ def test_an_exported_conversation_is_a_request_and_can_be_imported(
     assert save("Export as Markdown").read_text() == (
         "# hello\n\n## System\n\nBe brief.\n\n## User\n\nhello\n\n"
         "## Assistant\n\nCall of `now`:\n\n```json\n{}\n```\n\n"
-        "Result:\n\n```\n18:05\n```\n\n## Assistant\n\nIt is `late`.\n\n```\ncode\n```\n"
+        "Result:\n\n```\n18:05\n```\n\n## Assistant\n\n````json\nIt is `late`.\n\n```\ncode\n```\n````\n"
     )
     everything = save("Export all")
     chat.on("dialog", lambda dialog: dialog.accept())
@@ -635,7 +661,7 @@ def test_an_exported_conversation_is_a_request_and_can_be_imported(
     expect(turns(chat)).to_have_count(3)
     answers.text("again")
     button(turns(chat).last, "Regenerate").click()
-    expect(turns(chat).last.locator(".answer")).to_have_text("again")
+    expect(turns(chat).last.locator(".answer pre")).to_have_text("again")
     sent["messages"].pop()
     assert answers.asked[2] == sent
     for text, why in (

@@ -168,7 +168,7 @@ async function answer() {
   const conversation = current;
   if (runs.has(conversation.id)) return;
   const [path, body] = nextRequest(conversation);
-  const turn = newAnswer(), run = {controller: new AbortController(), view: null, timer: null, turn};
+  const turn = newAnswer("response_format" in body), run = {controller: new AbortController(), view: null, timer: null, turn};
   conversation.turns.push(turn);
   runs.set(conversation.id, run);
   touch(conversation);

@@ -74,7 +74,7 @@ function textOf(content, where) {
   throw new Error(`${where}.content: only text can be imported`);
 }
 
-function addMessage(turns, message, where) {
+function addMessage(turns, message, where, isJson) {
   if (typeof message?.role !== "string") throw new Error(`${where}.role is missing`);
   const content = textOf(message.content, where);
   if (message.role === "assistant") {
@@ -84,7 +84,7 @@ function addMessage(turns, message, where) {
       const given = call.function.arguments ?? "", text = typeof given === "string" ? given : JSON.stringify(given);
       return {id: String(call.id ?? ""), name: call.function.name, arguments: text, result: null};
     });
-    turns.push({...newAnswer(), content, reasoning, calls, finish: calls.length ? "tool_calls" : "stop"});
+    turns.push({...newAnswer(isJson), content, reasoning, calls, finish: calls.length ? "tool_calls" : "stop"});
   } else if (message.role === "tool") {
     const call = turns.flatMap(pendingCalls).findLast(each => each.id === message.tool_call_id);
     if (!call) throw new Error(`${where}: there is no call ${JSON.stringify(message.tool_call_id)} before its result`);
@@ -105,7 +105,7 @@ export function imported(text) {
     const [first] = body.messages, hasSystem = first?.role === "system";
     if (hasSystem) made.settings.system = textOf(first.content, "messages[0]");
     body.messages.forEach((message, at) => {
-      if (at || !hasSystem) addMessage(made.turns, message, `messages[${at}]`);
+      if (at || !hasSystem) addMessage(made.turns, message, `messages[${at}]`, "schema" in made.settings);
     });
     const created = Date.parse(metadata.created);
     if (created) made.created = created;
@@ -126,7 +126,7 @@ export function asMarkdown({title, settings, turns}) {
   for (const turn of turns) {
     parts.push(`## ${turn.role[0].toUpperCase()}${turn.role.slice(1)}`);
     if (turn.reasoning) parts.push(`<details><summary>Reasoning</summary>\n\n${turn.reasoning}\n\n</details>`);
-    if (turn.content) parts.push(turn.content);
+    if (turn.content) parts.push(turn.isJson ? fenced(turn.content, "json") : turn.content);
     for (const call of turn.calls ?? []) {
       parts.push(`Call of \`${call.name}\`:`, fenced(call.arguments, "json"));
       if (call.result !== null) parts.push("Result:", fenced(call.result, ""));

@@ -25,10 +25,12 @@ export async function* events(stream) {
   }
 }
 
-// An answer before its first event. Times are milliseconds of performance.now(), durations seconds.
-export const newAnswer = () => ({
+// An answer before its first event. `isJson`: it was asked for with a `response_format`. Times are milliseconds of
+// performance.now(), durations seconds.
+export const newAnswer = (isJson = false) => ({
   role: "assistant", content: "", reasoning: "", calls: [], scored: [], chunks: 0, created: Date.now(),
   model: null, usage: null, first: null, thought: null, total: null, speed: null, finish: null, error: null,
+  isJson,
 });
 
 // The tokens of an event with log-probabilities, of chat completions or of completions: {text, name, logprob, top}.

@@ -47,9 +47,12 @@ function edit(article, turn, actions) {
 // Enter that sends: not with Shift, and not the one that ends the composition of a character.
 export const isEnter = event => event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
 
+// JSON with line breaks, and its numbers as they were written, where browsers can keep them; other text as it is.
 function pretty(text) {
+  const keep = (_, value, context) =>
+    typeof value === "number" && context && JSON.rawJSON ? JSON.rawJSON(context.source) : value;
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    return JSON.stringify(JSON.parse(text, keep), null, 2);
   } catch {
     return text;
   }
@@ -134,6 +137,10 @@ export class Answer {
     else this.end();
   }
 
+  get #isPlain() {
+    return this.#turn.isJson || this.#options.mode === "text";
+  }
+
   // Choose between the text and its tokens.
   #fill() {
     const turn = this.#turn, fresh = make("div", {class: "answer"});
@@ -141,7 +148,7 @@ export class Answer {
     this.#parts.answer = fresh;
     this.#grows = turn.scored.length > 0 && turn.shown !== "text";
     if (this.#grows) this.#body = new GrowingTokens(fresh);
-    else if (this.#options.mode === "text") fresh.classList.add("text");
+    else if (this.#isPlain) fresh.classList.add("text");
     else {
       fresh.classList.add("markdown");
       this.#body = new GrowingMarkdown(fresh);
@@ -152,7 +159,9 @@ export class Answer {
     const turn = this.#turn, {reasoning, answer} = this.#parts;
     if (turn.scored.length && !this.#grows && turn.shown !== "text") this.#fill();
     if (this.#grows) this.#body.show(turn.scored);
-    else if (this.#options.mode === "text") answer.textContent = turn.content;
+    else if (turn.isJson && turn.content && !this.#options.isRunning)
+      answer.replaceChildren(codeBlock(pretty(turn.content), "JSON", turn.content));
+    else if (this.#isPlain) answer.textContent = turn.content;
     else if (turn.content) this.#body[this.#options.isRunning ? "show" : "end"](turn.content);
     if (turn.reasoning) {
       reasoning.hidden = false;

@@ -72,9 +72,9 @@ export async function copy(text, button) {
   setTimeout(() => { button.textContent = label; }, 1500);
 }
 
-// Code with its language and a button that copies it.
-export function codeBlock(code, language) {
-  const copies = {type: "button", class: "plain", "aria-label": "Copy code", onclick: () => copy(code, button)};
+// Code with its language and a button that copies it, or its original.
+export function codeBlock(code, language, original = code) {
+  const copies = {type: "button", class: "plain", "aria-label": "Copy code", onclick: () => copy(original, button)};
   const button = make("button", copies, "Copy");
   return make("div", {class: "code"}, make("div", {class: "code-head"}, make("span", {}, language || "text"), button),
     make("pre", {tabindex: 0}, make("code", {}, code)));
