@@ -37,7 +37,7 @@ export const importFile = () => new Promise((resolve, reject) => {
 
 const dayOf = time => {
   const then = new Date(time), isToday = then.toDateString() === new Date().toDateString();
-  return isToday ? then.toLocaleTimeString([], {hour: "2-digit", minute: "2-digit"})
+  return isToday ? then.toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", hourCycle: "h23"})
     : then.toLocaleDateString([], {day: "numeric", month: "short"});
 };
 

@@ -60,7 +60,7 @@ const plain = (name, read, rest = {}) => ({
 const THINKING = {on: true, off: false};
 
 // The settings in their groups. `chat`: not for completions; `rows`: several lines; `choices`: a list, "" the default.
-export const GROUPS = [
+const GROUPS = [
   ["", [
     {name: "system", label: "System prompt", rows: 4, chat: true},
   ]],
