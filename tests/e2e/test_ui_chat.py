@@ -500,6 +500,36 @@ def test_errors_are_shown_in_place_and_nothing_is_lost(chat: Page, answers: Answ
     assert answers.keys == ["Bearer secret"] * 4 + ["Bearer another"]
     assert all(each == answers.asked[0] for each in answers.asked)
 
+    answers.error(403, message="the key may only read metrics")
+    button(turns(chat).last, "Regenerate").click()
+    expect(failure).to_contain_text("Forget the key (above) and enter an API key.")
+
+
+def test_a_message_without_an_answer_is_not_sent_again(chat: Page, answers: Answers) -> None:
+    def sent(text: str) -> list[str]:
+        ask(chat, text)
+        return [f"{each['role']}: {each['content']}" for each in answers.asked[-1]["messages"]]
+
+    left_out = chat.get_by_text("Later requests leave this message out, unless its answer is regenerated.")
+    answers.text("1")
+    assert sent("one") == ["user: one"]
+    answers.error(503, message="the queue is full")
+    assert sent("two")[-1] == "user: two"
+    expect(left_out).to_have_count(1)
+    answers.text("")
+    assert sent("three") == ["user: one", "assistant: 1", "user: three"]
+    expect(left_out).to_have_count(2)
+    answers.text("3")
+    button(turns(chat).last, "Regenerate").click()
+    expect(left_out).to_have_count(1)
+    half = {"choices": [{"delta": {"content": "half"}}]}
+    answers.events(half, {"error": {"message": "replica 0 has died"}}, usage=False)
+    answered = ["user: one", "assistant: 1", "user: three", "assistant: 3"]
+    assert sent("four") == [*answered, "user: four"]
+    answers.text("5")
+    assert sent("five") == [*answered, "user: four", "assistant: half", "user: five"]
+    expect(left_out).to_have_count(1)
+
 
 def test_tool_calls_are_shown_and_answered(chat: Page, answers: Answers) -> None:
     def call(index: int, **function: str) -> dict[str, Any]:
@@ -708,7 +738,13 @@ def test_every_control_has_a_name_and_fits(chat: Page, answers: Answers, width: 
     rule = "|" + "---|" * 30
     answers.text(f"{'long' * 200}\n\n```\n{'code' * 200}\n```\n\n{row}\n{rule}\n{row}\n\n{'x ' * 3000}")
     ask(chat, "many" * 200)
+    title = chat.get_by_label("Title of the conversation")
+    title.fill("renamed")
+    title.press("Enter")
     if width < 1100:
+        button(chat, "Conversations").click()
+        expect(chat.get_by_role("button", name=re.compile(r"^renamed ?([01]\d|2[0-3]):\d\d$"))).to_be_visible()
+        chat.keyboard.press("Escape")
         expect(chat.get_by_label("temperature")).to_be_hidden()
         button(chat, "Settings").click()
         expect(chat.get_by_role("dialog", name="Settings")).to_be_visible()

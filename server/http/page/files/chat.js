@@ -59,7 +59,7 @@ const isAtEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 40;
 const scrollToEnd = () => { log.scrollTop = log.scrollHeight; };
 log.addEventListener("scroll", () => { toEnd.hidden = isAtEnd(); }, {passive: true});
 
-const optionsOf = isRunning => ({mode: current.mode, limit: server.max_model_len, isRunning});
+const optionsOf = isRunning => ({mode: current.mode, limit: server.max_model_len, turns: current.turns, isRunning});
 
 function draw() {
   const run = runs.get(current.id);

@@ -20,15 +20,33 @@ export const titleOf = text => {
 
 export const pendingCalls = turn => turn?.calls?.filter(call => call.result === null) ?? [];
 
-// The messages of a chat. Answers that failed before they had any text are left out.
-export function messages({settings, turns}) {
-  const found = settings.system?.trim() ? [{role: "system", content: settings.system}] : [];
+const isEmpty = turn => turn.role === "assistant" && !turn.content && !turn.calls.length;
+
+// Turns in groups: each message with its answers.
+function exchanges(turns) {
+  const found = [];
   for (const turn of turns) {
+    if (turn.role === "assistant" && found.length) found.at(-1).push(turn);
+    else found.push([turn]);
+  }
+  return found;
+}
+const isUnanswered = ([message, ...answers]) => message.role === "user" && answers.length > 0 && answers.every(isEmpty);
+
+// Whether this turn is an answer without which later requests leave its message out, too.
+export const leavesOut = (turns, turn) => isUnanswered(exchanges(turns).find(each => each.includes(turn)));
+
+// The messages of a chat. Answers without text or calls are left out, and so are messages with only such answers,
+// except the last one: many chat templates refuse two messages of the user in a row.
+function messages({settings, turns}) {
+  const found = settings.system?.trim() ? [{role: "system", content: settings.system}] : [];
+  const sent = exchanges(turns).filter((each, at, all) => at === all.length - 1 || !isUnanswered(each)).flat();
+  for (const turn of sent) {
     if (turn.role !== "assistant") {
       found.push({role: turn.role, content: turn.content});
       continue;
     }
-    if (!turn.content && !turn.calls.length) continue;
+    if (isEmpty(turn)) continue;
     const calls = turn.calls.map(({id, name, arguments: text}) =>
       ({id, type: "function", function: {name, arguments: text}}));
     found.push({

@@ -1,6 +1,6 @@
 // The turns of a conversation as elements. What one can do with a turn is in `actions`: see chat.js.
 
-import {pendingCalls} from "./chat_conversation.js";
+import {leavesOut, pendingCalls} from "./chat_conversation.js";
 import {GrowingTokens} from "./chat_tokens.js";
 import {make, short, time} from "./dom.js";
 import {GrowingMarkdown, codeBlock, copy} from "./markdown.js";
@@ -86,7 +86,8 @@ function failure(turn, actions, limit) {
   const advice = code === "context_length_exceeded"
     ? `${limit ? `There is room for ${tokens(limit)}, answer included. ` : ""}`
       + "Delete or shorten turns, lower max_tokens, or start a new conversation."
-    : status === 401 || status === 403 ? "Enter an API key above, then try again."
+    : status === 401 ? "Enter an API key above, then try again."
+    : status === 403 ? "Forget the key (above) and enter an API key."
     : status === 429 || status === 503 ? "Try again in a few seconds." : "";
   return make("div", {class: "failure", role: "alert"},
     make("p", {}, make("b", {}, status ? `Error ${status}: ` : "Error: "), text),
@@ -125,7 +126,7 @@ export class Answer {
     answer: make("div", {class: "answer"}), calls: make("div", {class: "calls"}), footer: make("footer", {}),
   };
 
-  // `options`: mode, limit (tokens, or null), isRunning.
+  // `options`: mode, limit (tokens, or null), turns (of the conversation), isRunning.
   constructor(turn, actions, options) {
     [this.#turn, this.#actions, this.#options] = [turn, actions, options];
     this.#parts.reasoning.append(this.#thoughts);
@@ -187,6 +188,8 @@ export class Answer {
     if (pendingCalls(turn).length)
       calls.append(button("Send results", () => actions.sendResults(turn), {class: "primary"}));
     if (turn.error) calls.append(failure(turn, actions, this.#options.limit));
+    if (this.#options.mode === "chat" && leavesOut(this.#options.turns, turn))
+      calls.append(make("p", {class: "soft"}, "Later requests leave this message out, unless its answer is regenerated."));
     const buttons = [];
     if (turn.content) buttons.push(button("Copy", event => copy(turn.content, event.target)));
     if (!turn.error) buttons.push(button("Regenerate", () => actions.again(turn), {class: "plain regenerate"}));
