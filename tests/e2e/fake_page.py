@@ -62,6 +62,9 @@ class FakeServer:
     """Addresses of other servers that the page has asked."""
     ended: set[str] = field(default_factory=set)
     """The requests that are no longer there."""
+    held_paths: set[str] = field(default_factory=set)
+    """Answers of these paths are kept until `release`."""
+    held: list[tuple[Route, dict[str, Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         app = FastAPI()
@@ -71,6 +74,12 @@ class FakeServer:
     def attach(self, page: Page) -> None:
         """Answer all requests of the page."""
         page.route("**/*", self._answer)
+
+    def release(self) -> None:
+        """Send the answers that were kept, as they were when they were asked for, and keep no more."""
+        self.held_paths.clear()
+        while self.held:
+            _send(*self.held.pop(0))
 
     def state(self) -> dict[str, Any]:
         """`/ui/state`."""
@@ -244,16 +253,22 @@ class FakeServer:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
             return _fail(route, 401, "the API key is missing or wrong")
         if path == "/ui/state":
-            return _send(route, self.state())
+            return self._send(route, path, self.state())
         if path == "/ui/history":
-            return _send(route, self.history(float(parse_qs(url.query).get("after", ["0"])[0])))
+            return self._send(route, path, self.history(float(parse_qs(url.query).get("after", ["0"])[0])))
         if path == "/ui/requests":
-            return _send(route, self.requests())
+            return self._send(route, path, self.requests())
         name = path.removeprefix("/ui/requests/")
         if request.method == "DELETE" and name in {each["id"] for each in self.requests()["requests"]}:
             self.ended.add(name)
             return route.fulfill(status=204)
         return _fail(route, 404, "there is no such request")
+
+    def _send(self, route: Route, path: str, answer: dict[str, Any]) -> None:
+        if path in self.held_paths:
+            self.held.append((route, answer))
+        else:
+            _send(route, answer)
 
 
 def _send(route: Route, answer: dict[str, Any]) -> None:

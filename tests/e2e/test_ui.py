@@ -323,6 +323,23 @@ def test_only_what_is_visible_is_asked_for(page: Page) -> None:
     assert set(server.asked) == {"GET /ui/state"}
 
 
+def test_one_request_at_a_time_is_under_way_on_a_slow_link(page: Page) -> None:
+    server = FakeServer(held_paths={"/ui/history", "/ui/requests"})
+    page.clock.install()
+    server.attach(page)
+    page.goto(ADDRESS)
+    page.locator("#requests").scroll_into_view_if_needed()
+    for _ in range(4):
+        with page.expect_response("**/ui/state"):
+            page.clock.run_for(3000)
+    assert [server.asked.count(f"GET {path}") for path in ("/ui/history", "/ui/requests")] == [1, 1]
+    server.release()
+    expect(chart(page, "Tokens per second").locator("canvas")).to_be_visible()
+    expect(page.locator("#requests-table tbody tr")).to_have_count(server.num_requests)
+    with page.expect_response("**/ui/history?after=*"):
+        page.clock.run_for(3000)
+
+
 def test_a_server_that_is_gone_is_said_to_be(page: Page) -> None:
     server = FakeServer()
     show(page, server)

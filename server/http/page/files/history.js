@@ -3,22 +3,30 @@
 import {request} from "./api.js";
 
 const HOUR = 3600;
+const PATIENCE_MILLISECONDS = 60_000;  // the hour is long on a slow link
 
 export class History {
   interval = 2;
   now = null;  // the server's time at the last answer, in seconds since 1970
   columns = {time: []};
   #asked = -Infinity;
+  #busy = false;
 
-  // Ask for what is new, unless this was done just now. Returns whether there was an answer. Raises Refused.
+  // Ask for what is new, unless this was done just now or is under way. Returns whether there was an answer. Raises Refused.
   async poll() {
-    if (performance.now() < this.#asked + 1000 * this.interval - 100) return false;
+    if (this.#busy || performance.now() < this.#asked + 1000 * this.interval - 100) return false;
+    this.#busy = true;
     this.#asked = performance.now();
-    const newest = this.columns.time.at(-1);
-    const answer = await (await request(newest === undefined ? "/ui/history" : `/ui/history?after=${newest}`)).json();
-    if (newest !== undefined && answer.time < newest) this.clear();  // its clock was set back: ask for all next time
-    else this.#take(answer);
-    return true;
+    try {
+      const {columns} = this, newest = columns.time.at(-1), path = newest === undefined ? "/ui/history" : `/ui/history?after=${newest}`;
+      const answer = await (await request(path, {signal: AbortSignal.timeout(PATIENCE_MILLISECONDS)})).json();
+      if (columns !== this.columns) return false;  // cleared meanwhile
+      if (newest !== undefined && answer.time < newest) this.clear();  // its clock was set back: ask for all next time
+      else this.#take(answer);
+      return true;
+    } finally {
+      this.#busy = false;
+    }
   }
 
   clear() {

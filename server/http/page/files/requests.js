@@ -3,7 +3,7 @@
 import {Refused, request} from "./api.js";
 import {$, bar, duration, fill, make, short} from "./dom.js";
 
-const INTERVAL_MILLISECONDS = 2000;
+const INTERVAL_MILLISECONDS = 2000, PATIENCE_MILLISECONDS = 60_000;
 const PHASES = {decode: "good", prefill: "", waiting: "warn", queued: "warn", preempted: "warn"};
 // Name, how it is sorted, and whether it is a number.
 const COLUMNS = [
@@ -12,7 +12,7 @@ const COLUMNS = [
   ["Output", each => each.output_tokens, true], ["Replica", each => each.replica ?? -1, true], ["Phase", each => each.phase],
 ];
 let sorted = 2, descending = true;  // the oldest first
-let found = null, asked = -Infinity, inView = false, canAbort = false, chosen = null, notice = "";
+let found = null, asked = -Infinity, busy = false, inView = false, canAbort = false, chosen = null, notice = "";
 
 new IntersectionObserver(([entry]) => { inView = entry.isIntersecting; }).observe($("requests"));
 $("requests-filter").addEventListener("input", draw);
@@ -33,14 +33,17 @@ export async function poll(state) {
     canAbort = state.can_abort;
     draw();
   }
-  if (!inView || performance.now() < asked + INTERVAL_MILLISECONDS - 100) return;
+  if (!inView || busy || performance.now() < asked + INTERVAL_MILLISECONDS - 100) return;
+  busy = true;
   asked = performance.now();
   try {
-    found = await (await request("/ui/requests")).json();
+    found = await (await request("/ui/requests", {signal: AbortSignal.timeout(PATIENCE_MILLISECONDS)})).json();
     draw();
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     fill("requests-note", error.message);
+  } finally {
+    busy = false;
   }
 }
 
