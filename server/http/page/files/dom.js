@@ -25,7 +25,7 @@ const OWN = new Set(["style", "open"]);  // attributes that are compared as styl
 
 // Make `node` like `wanted`. What is the same is left alone, so that its text stays selected and its focus stays.
 // Children with `data-key` are found by it, so that a row keeps its element when rows before it come or go.
-export function update(node, wanted) {
+function update(node, wanted) {
   if (node.nodeName !== wanted.nodeName) return node.replaceWith(wanted);
   if (node.nodeType === Node.TEXT_NODE) {
     if (node.data !== wanted.data) node.data = wanted.data;
@@ -44,12 +44,16 @@ export function update(node, wanted) {
 }
 
 function updateKeyed(node, wanted) {
-  const known = new Map([...node.children].map(child => [child.dataset.key, child]));
-  const keys = new Set(wanted.map(each => each.dataset?.key));
-  for (const child of [...node.childNodes]) if (!keys.has(child.dataset?.key)) child.remove();
+  const known = new Map(), keys = new Set(wanted.map(each => each.dataset?.key));
+  for (const child of [...node.childNodes]) {
+    const key = child.dataset?.key;
+    if (known.has(key) || !keys.has(key)) child.remove();
+    else known.set(key, child);
+  }
   let next = node.firstChild;
   for (const each of wanted) {
-    const found = known.get(each.dataset?.key);
+    const key = each.dataset?.key, found = known.get(key);
+    known.delete(key);  // for one element only
     if (!found) node.insertBefore(each, next);
     else {
       if (found === next) next = next.nextSibling;

@@ -3,7 +3,7 @@
 import {Refused, request} from "./api.js";
 import {$, bar, duration, fill, make, short} from "./dom.js";
 
-const INTERVAL_MILLISECONDS = 2000, PATIENCE_MILLISECONDS = 60_000;
+const INTERVAL_MILLISECONDS = 2000, PATIENCE_MILLISECONDS = 60_000, NOTICE_MILLISECONDS = 60_000;
 const PHASES = {decode: "good", prefill: "", waiting: "warn", queued: "warn", preempted: "warn"};
 // Name, how it is sorted, and whether it is a number.
 const COLUMNS = [
@@ -12,7 +12,8 @@ const COLUMNS = [
   ["Output", each => each.output_tokens, true], ["Replica", each => each.replica ?? -1, true], ["Phase", each => each.phase],
 ];
 let sorted = 2, descending = true;  // the oldest first
-let found = null, asked = -Infinity, busy = false, inView = false, canAbort = false, chosen = null, notice = "";
+let found = null, asked = -Infinity, busy = false, inView = false, canAbort = false, chosen = null, notice = "", noticed = 0;
+let generation = 0;  // of the list: an abort makes older answers wrong
 
 new IntersectionObserver(([entry]) => { inView = entry.isIntersecting; }).observe($("requests"));
 $("requests-filter").addEventListener("input", draw);
@@ -37,7 +38,10 @@ export async function poll(state) {
   busy = true;
   asked = performance.now();
   try {
-    found = await (await request("/ui/requests", {signal: AbortSignal.timeout(PATIENCE_MILLISECONDS)})).json();
+    const before = generation;
+    const answer = await (await request("/ui/requests", {signal: AbortSignal.timeout(PATIENCE_MILLISECONDS)})).json();
+    if (generation !== before) return;
+    found = answer;
     draw();
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
@@ -63,7 +67,10 @@ function draw() {
   const {total} = found, shown = rows.length;
   fill("requests-count", shown < total ? `${shown} of ${total}` : `${total}`);
   const silent = found.silent?.length ? `No answer from ${found.silent.map(each => `replica ${each}`).join(", ")}.` : "";
-  const none = !total ? "No requests are in progress." : !shown ? "No request matches the filter." : "";
+  const none = !total ? "No requests are in progress."
+    : !found.requests.length ? `${total === 1 ? "1 request is" : `${total} requests are`} in progress. This client may not see them.`
+    : !shown ? "No request matches the filter." : "";
+  if (performance.now() > noticed + NOTICE_MILLISECONDS) notice = "";
   fill("requests-note", [notice, silent, none].filter(Boolean).join(" "));
 }
 
@@ -74,31 +81,34 @@ function drawRow(each) {
     [`${each.output_tokens}`, make("span", {class: "soft"}, most ? ` of ${most}` : ""), bar([part])],
     [`${each.replica ?? "–"}`], [make("span", {class: PHASES[each.phase] ?? ""}, each.phase)],
   ];
-  return make("tr", {role: "row", "data-key": each.id}, ...cells.map((content, at) => {
+  return make("tr", {role: "row", "data-key": `${each.handle} ${each.id}`}, ...cells.map((content, at) => {
     const [name, , isNumber] = COLUMNS[at];
     return make("td", {role: "cell", "data-label": name, class: isNumber ? "number" : at === 0 && "id all"}, ...content);
   }), ...(canAbort ? [make("td", {role: "cell", class: "number"},
-    make("button", {type: "button", class: "danger", "data-abort": each.id, "aria-label": `Abort ${each.id}`}, "Abort"))] : []));
+    make("button", {type: "button", class: "danger", "data-abort": each.handle, "aria-label": `Abort ${each.id}`}, "Abort"))] : []));
 }
 
-function ask(id) {
-  const each = found.requests.find(each => each.id === id);
+function ask(handle) {
+  const each = found.requests.find(each => each.handle === handle);
   if (!each) return;
-  [chosen, notice] = [id, ""];
-  fill("abort-what", `${id}${each.key ? `, key ${each.key}` : ""}: ${each.output_tokens} tokens so far, ${duration(each.age)} old.`);
+  [chosen, notice] = [each, ""];
+  fill("abort-what", `${each.id}${each.key ? `, key ${each.key}` : ""}: ${each.output_tokens} tokens so far, ${duration(each.age)} old.`);
   $("abort").showModal();
 }
 
 async function abort() {
-  const id = chosen;
+  const {id, handle} = chosen;
   $("abort").close();
   try {
-    await request(`/ui/requests/${encodeURIComponent(id)}`, {method: "DELETE"});
+    await request(`/ui/requests/${handle}`, {method: "DELETE"});
     notice = `${id} was aborted.`;
-    found = {...found, requests: found.requests.filter(each => each.id !== id), total: found.total - 1};
+    generation++;
+    const left = found.requests.filter(each => each.handle !== handle);
+    found = {...found, requests: left, total: found.total - found.requests.length + left.length};
     $("requests-title").focus();  // the button that had it goes
   } catch (error) {
     notice = error.status === 404 ? `${id} had already ended.` : `${id} was not aborted: ${error.message}`;
   }
+  noticed = performance.now();
   draw();
 }
