@@ -7,6 +7,7 @@ import {History} from "./history.js";
 import {drawRanks, drawReplicas} from "./replicas.js";
 import * as requests from "./requests.js";
 
+const BY_CHOICE = ["failed_client_closed", "failed_aborted"];  // of the client, or of an administrator: no errors
 const history = new History(), charts = new Charts(history);
 let newest = null, created = null;
 $("plan").closest("details").open = innerWidth >= 1800;  // where the columns stand side by side
@@ -33,7 +34,7 @@ async function pollHistory() {
   try {
     if (await history.poll()) charts.draw();
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    if (!(error instanceof Refused) && error.name !== "TimeoutError") throw error;
     if (history.now === null) fill("charts", make("p", {class: "soft"}, error.message));
   }
 }
@@ -52,8 +53,8 @@ function drawTiles(state) {
     make("dl", {}, ...values.map(([name, value, kind]) => make("div", {}, make("dt", {}, name), make("dd", {class: kind ?? ""}, value)))));
   const blocks = sum("kv_blocks"), used = blocks ? sum("kv_blocks_used") / blocks : null;
   const up = state.replicas.filter(each => each.state === "up").length, all = state.replicas.length;
-  const failed = history.known(Object.keys(history.columns).filter(name => name.startsWith("failed_")));
-  const failures = failed.length ? failed.reduce((total, name) => total + (history.last(name) ?? 0), 0) : null;
+  const failures = history.count(Object.keys(history.columns)
+    .filter(name => name.startsWith("failed_") && !BY_CHOICE.includes(name)), 60);
   const gpu = history.last("gpu_memory"), drafts = history.last("drafts_accepted");
   const devices = gpu === null ? [["CPU cores", short(history.last("cpu"))]]
     : [["GPU in use", percent(history.last("gpu_utilization"))], ["GPU memory", percent(gpu)],
@@ -71,7 +72,7 @@ function drawTiles(state) {
       make("tbody", {}, row("first token", "ttft"), row("between tokens", "itl"), row("whole request", "e2e")))),
     group("Memory and devices", [["KV cache", percent(used), used > 0.95 ? "warn" : ""], ...devices]),
     group("Health", [["replicas up", `${up} of ${all}`, up < all ? "bad" : ""],
-      ["errors/s", short(failures), failures ? "bad" : ""], ["preemptions/s", short(history.last("preemptions"))]]));
+      ["errors/min", short(failures), failures ? "bad" : ""], ["preemptions/s", short(history.last("preemptions"))]]));
 }
 
 function drawWarnings(state) {

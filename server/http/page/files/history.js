@@ -40,6 +40,22 @@ export class History {
     return column && this.now - time.at(-1) < 5 * this.interval ? column.at(-1) : null;
   }
 
+  // The number of what these columns count per second, in the last `seconds`. Null if that is not known.
+  count(names, seconds) {
+    const rows = this.columns.time.map((at, row) => at > this.now - seconds ? row : -1).filter(row => row >= 0);
+    const values = names.flatMap(name => rows.map(row => this.columns[name][row])).filter(value => value !== null);
+    return values.length ? Math.round(this.interval * values.reduce((one, other) => one + other)) : null;
+  }
+
+  // Whether fewer replicas were up than there are, of each row. Those being loaded after a start were not down.
+  down() {
+    const {time, replicas_up: up = [], replicas = []} = this.columns;
+    const isDown = time.map((_, row) => up[row] !== null && up[row] < replicas[row]);
+    const isSinceStart = time[0] > this.now - HOUR + 5 * this.interval;
+    const first = isSinceStart ? isDown.findIndex((is, row) => !is && up[row] !== null) : 0;
+    return isDown.map((is, row) => is && first >= 0 && row >= first);
+  }
+
   // The names of these columns that have a value.
   known(names) {
     return names.filter(name => this.columns[name]?.some(value => value !== null));
