@@ -6,6 +6,7 @@ const SPANS = [[300, "5 min"], [900, "15 min"], [3600, "1 h"]];
 const clock = new Intl.DateTimeFormat(undefined, {hour: "2-digit", minute: "2-digit", hourCycle: "h23"});
 const STEPS = [1, 5, 10, 30, 60, 120, 300, 600, 900, 1800, 3600];  // of the axis of time, in seconds
 const perSecond = value => `${short(value)}/s`;
+const WIDTHS = new Map([[short, 3], [percent, 4], [time, 6], [perSecond, 4.5], [watts, 5.5]]);  // usual ones in legends, in digits
 const percentiles = name => [[`${name}_p50`, "p50"], [`${name}_p95`, "p95"], [`${name}_p99`, "p99"]];
 
 // Title; format of values; the least top of the scale, or 1 for shares, whose scale is fixed; lines: a column, its label
@@ -37,13 +38,15 @@ function colour(name) {
 }
 const faint = (name, alpha) => colour(name).replace("rgb(", "rgba(").replace(")", `, ${alpha})`);
 const line = at => `c${at % 8 + 1}`;
+const DASHES = [[], [6, 3], [2, 3]];  // of further lines with the same colour
 const rem = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
 
-// The lines of a chart that this history has.
+// The lines of a chart that this history has. Each has a style of its own, which does not depend on what else there is.
 function linesOf(spec, history) {
-  if (!spec.failures) return spec.lines.filter(([name], at) => at === 0 || history.known([name]).length);
-  const names = Object.keys(history.columns).filter(name => name.startsWith("failed_"));
-  return names.filter(name => history.columns[name].some(value => value > 0)).map(name => [name, name.slice(7).replaceAll("_", " ")]);
+  const failures = Object.keys(history.columns).filter(name => name.startsWith("failed_"));
+  const all = spec.failures ? failures.map(name => [name, name.slice(7).replaceAll("_", " ")]) : spec.lines;
+  return all.map(([name, label, format = spec.format, least], style) => ({name, label, format, least, style}))
+    .filter(({name, style}) => spec.failures ? history.columns[name].some(value => value > 0) : style === 0 || history.known([name]).length);
 }
 
 class Chart {
@@ -65,8 +68,8 @@ class Chart {
   draw(history, range) {
     this.#history = history;
     this.#range = range;
-    const lines = linesOf(this.#spec, history), data = [history.columns.time, ...lines.map(([name]) => history.columns[name] ?? [])];
-    if (lines.join() !== this.#lines.join() || !this.#plot && lines.length) {
+    const lines = linesOf(this.#spec, history), data = [history.columns.time, ...lines.map(({name}) => history.columns[name] ?? [])];
+    if (lines.map(each => each.name).join() !== this.#lines.map(each => each.name).join() || !this.#plot && lines.length) {
       this.#lines = lines;
       this.#make(data);
     }
@@ -86,21 +89,20 @@ class Chart {
   // Write the values at the cursor, or the newest ones, into the legend.
   label() {
     const at = this.#plot?.cursor.idx ?? null, isAt = at !== null && this.#plot.cursor.left >= 0;
-    const texts = this.#lines.map(([name, , format], line) => {
-      const value = isAt ? this.#history.columns[name]?.[at] ?? null : this.#history.last(name);
-      const text = (format ?? this.#spec.format)(value);
+    const texts = this.#lines.map(({name, format}, line) => {
+      const text = format(isAt ? this.#history.columns[name]?.[at] ?? null : this.#history.last(name));
       this.#legend.children[line].lastChild.textContent = text;
       return text;
     });
     if (isAt) return this.spoken = `${timeOfDay(this.#history.columns.time[at])}: ${this.#join(texts)}`;
-    const all = this.#lines.flatMap(([name]) => this.#inRange(name));
+    const all = this.#lines.flatMap(({name}) => this.#inRange(name));
     this.#empty.textContent = !this.#lines.length ? this.#spec.none : all.length ? "" : "nothing to show yet";
-    const tops = this.#lines.map(([name, , format]) => (format ?? this.#spec.format)(this.#inRange(name).reduce((a, b) => Math.max(a, b), 0)));
+    const tops = this.#lines.map(({name, format}) => format(this.#inRange(name).reduce((a, b) => Math.max(a, b), 0)));
     this.#host.setAttribute("aria-label", `${this.#spec.title}. ${!all.length ? this.#empty.textContent
       : `Now ${this.#join(texts)}. Highest ${this.#join(tops)}.`} Left and right arrow keys move the cursor.`);
   }
 
-  #join = texts => this.#lines.map(([, label], at) => `${label} ${texts[at]}`).join(", ");
+  #join = texts => this.#lines.map(({label}, at) => `${label} ${texts[at]}`).join(", ");
 
   #inRange(name) {
     const {time: times, [name]: column = []} = this.#history.columns, [min, max] = this.#range;
@@ -110,10 +112,11 @@ class Chart {
   #make(data) {
     this.#plot?.destroy();
     this.#plot = null;
-    this.#legend.replaceChildren(...this.#lines.map(([, label], at) => {
-      const mark = make("i"), button = make("button", {type: "button", "aria-pressed": "true", title: "Show or hide this line"},
-        mark, label, make("b"));
-      mark.style.background = `var(--${line(at)})`;
+    this.#legend.replaceChildren(...this.#lines.map(({label, format, style}, at) => {
+      const mark = make("i"), value = make("b"), button = make("button", {type: "button", "aria-pressed": "true", title: "Show or hide this line"},
+        mark, label, " ", value);
+      mark.style.background = `var(--${line(style)})`;
+      value.style.minWidth = `${WIDTHS.get(format)}ch`;
       button.addEventListener("click", () => {
         const isShown = !this.#plot.series[at + 1].show;
         button.setAttribute("aria-pressed", isShown);
@@ -125,7 +128,7 @@ class Chart {
   }
 
   #options() {
-    const {format, floor, share} = this.#spec, size = rem(), own = this.#lines.find(each => each[2]);
+    const {format, floor, share} = this.#spec, size = rem(), own = this.#lines.find(each => each.least);
     const top = least => (_, __, max) => [0, Math.max(least, 1.08 * (max ?? 0))];
     const axis = (side, format, more) => ({
       side, font: `${0.7 * size}px system-ui, sans-serif`, stroke: () => colour("soft"), size: side === 2 ? 1.5 * size : 3.1 * size,
@@ -135,19 +138,19 @@ class Chart {
     });
     return {
       ...this.#size(),
-      padding: [0.5 * size, own ? 0 : 0.8 * size, 0, 0],
+      padding: [0.5 * size, own ? 0 : 1.5 * size, 0, 0],
       legend: {show: false},
       cursor: {y: false, sync: {key: "history"}, points: {size: 7}, drag: {x: true, y: false, setScale: false, dist: 5},
         bind: {dblclick: () => () => this.#onCursor.zoom(null)}},
-      scales: {x: {time: true, auto: false}, y: {range: share ? [0, 1] : top(floor)}, ...(own ? {own: {range: top(own[3])}} : {})},
+      scales: {x: {time: true, auto: false}, y: {range: share ? [0, 1] : top(floor)}, ...(own ? {own: {range: top(own.least)}} : {})},
       axes: [axis(2, null, {  // seconds need more space
         space: (_, __, min, max) => (max - min < 300 ? 4.6 : 2.8) * size,
         incrs: (_, __, min, max) => max - min < 300 ? STEPS : STEPS.filter(step => step >= 60),
       }), axis(3, format, share ? {splits: [0, 0.25, 0.5, 0.75, 1]} : {}),
-        ...(own ? [axis(1, own[2], {scale: "own", grid: {show: false}})] : [])],
-      series: [{}, ...this.#lines.map((each, at) => ({
-        label: each[1], scale: each[2] ? "own" : "y", width: 1.5, stroke: () => colour(line(at)), points: {show: false},
-        fill: () => at || share ? null : faint(line(at), 0.09), ...(at >= 8 ? {dash: [6, 3]} : {}),
+        ...(own ? [axis(1, own.format, {scale: "own", grid: {show: false}})] : [])],
+      series: [{}, ...this.#lines.map(({label, least, style}, at) => ({
+        label, scale: least ? "own" : "y", width: 1.5, stroke: () => colour(line(style)), points: {show: false},
+        fill: () => at || share ? null : faint(line(style), 0.09), dash: DASHES[Math.floor(style / 8) % DASHES.length],
       }))],
       hooks: {
         drawClear: [plot => this.#shade(plot)],
@@ -167,12 +170,12 @@ class Chart {
 
   // The times at which fewer replicas were up than there are.
   #shade(plot) {
-    const {time: times, replicas_up: up = [], replicas = []} = this.#history.columns, {left, top, width, height} = plot.bbox;
+    const {time: times} = this.#history.columns, down = this.#history.down(), {left, top, width, height} = plot.bbox;
     plot.ctx.save();
     plot.ctx.fillStyle = faint("bad", 0.13);
     const place = at => Math.min(left + width, Math.max(left, plot.valToPos(at, "x", true)));
     for (let at = 0, end; at < times.length; at = end + 1) {
-      for (end = at; end < times.length && up[end] !== null && up[end] < replicas[end];) end++;
+      for (end = at; down[end];) end++;
       if (end === at) continue;
       const from = place(times[at] - this.#history.interval), to = place(times[Math.min(end, times.length - 1)]);
       if (to > from) plot.ctx.fillRect(from, top, to - from, height);
@@ -234,8 +237,8 @@ export class Charts {
       button.setAttribute("aria-pressed", !this.#zoom && Number(button.dataset.seconds) === this.#span);
     }
     $("live").hidden = !this.#zoom;
-    const {time: times, replicas_up: up = [], replicas = []} = this.#history.columns;
-    $("down").hidden = !times.some((at, row) => at >= range[0] && at <= range[1] && up[row] !== null && up[row] < replicas[row]);
+    const times = this.#history.columns.time;
+    $("down").hidden = !this.#history.down().some((is, row) => is && times[row] >= range[0] && times[row] <= range[1]);
   }
 
   #setZoom(range) {
