@@ -9,7 +9,7 @@ const COLUMNS = [["Replica"], ["State"], ["Host"], ["Running", true], ["Waiting"
   ["Tokens/s", true], ["Step", true], ["Last death"]];
 
 export function drawReplicas(state) {
-  const head = make("thead", {}, make("tr", {role: "row"}, ...COLUMNS.map(([name, isNumber]) =>
+  const head = make("thead", {role: "rowgroup"}, make("tr", {role: "row"}, ...COLUMNS.map(([name, isNumber]) =>
     make("th", {role: "columnheader", scope: "col", class: isNumber && "number"}, name))));
   const rows = state.replicas.map(each => {
     const used = each.kv_blocks ? each.kv_blocks_used / each.kv_blocks : null, death = each.last_death;
@@ -26,7 +26,7 @@ export function drawReplicas(state) {
       return make("td", {role: "cell", "data-label": name, class: isNumber ? "number" : name === "Last death" && "all"}, ...content);
     }));
   });
-  fill("replicas", head, make("tbody", {}, ...rows));
+  fill("replicas", head, make("tbody", {role: "rowgroup"}, ...rows));
 }
 
 export function drawRanks(state) {
@@ -66,10 +66,12 @@ function drawRank(rank, number) {
       ...(gpu.power === null ? [] : [watts(gpu.power)]));
   } else if (isTimed) {
     bars.push(bar([computing, waiting]));
-    texts.push(`computing ${percent(computing)}`, `waiting ${percent(waiting)}`);
+    const share = value => percent(value).padStart(4, "\u2007");  // as wide for an idle rank as for others
+    texts.push(`computing ${share(computing)}`, `waiting ${share(waiting)}`);
   }
   if (!gpu && rank.resident_bytes) texts.push(`${gigabytes(rank.resident_bytes)} GiB`);
-  const step = rank.step_seconds === null || rank.step_seconds === undefined ? [] : [make("span", {}, `${time(rank.step_seconds)} a step`)];
+  const isIdle = isTimed && computing + waiting === 0, isStepTimed = rank.step_seconds !== null && rank.step_seconds !== undefined;
+  const step = isStepTimed || isIdle ? [make("span", {}, isStepTimed ? `${time(rank.step_seconds)} a step` : "idle")] : [];
   return make("div", {role: "listitem", class: rank.is_straggler ? "rank slow" : "rank"},
     make("p", {}, make("span", {}, `rank ${number}`, ...(rank.is_straggler ? [make("b", {class: "warn"}, " slow")] : [])), ...step),
     ...bars, make("small", {}, ...texts.map(text => make("span", {}, text))));
