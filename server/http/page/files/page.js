@@ -47,7 +47,7 @@ function take(state) {
   const role = state.role ? ` · ${state.role} key` : "";
   fill("about", `version ${state.version} · up ${duration(Math.max(0, state.time - state.created))}${role}`);
   $("tab-chat").hidden = !state.generates;
-  $("change-key").hidden = !hasKey() && state.can_abort;
+  $("change-key").hidden = !hasKey() && (state.can_abort || !state.has_admin_key);
   fill("change-key", hasKey() ? "Forget the key" : "Use a key");
   document.body.classList.remove("late");
   select();
