@@ -50,18 +50,28 @@ class FakeServer:
     key: str | None = None
     """Its API key."""
     can_abort: bool = True
+    has_admin_key: bool = False
+    sees_requests: bool = True
     prefix: str = ""
     """The path below which a reverse proxy has it."""
     started: float = field(default_factory=lambda: time.time() - 3 * _HOUR)
     plan: str = _PLAN
     num_requests: int = 14
+    alike: bool = False
+    """The first two sequences are of the same request, and the next two requests have the same id."""
+    drafts: float | None = None
+    """The share of drafts that are accepted."""
+    loading: float = 0
+    """Seconds after its start until its replicas are up."""
+    failures: dict[str, float] | None = None
+    """The requests that fail, per second, instead of those of the afternoon."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     """Method and path of the requests for data."""
     strangers: list[str] = field(default_factory=list)
     """Addresses of other servers that the page has asked."""
     ended: set[str] = field(default_factory=set)
-    """The requests that are no longer there."""
+    """Handles of the requests that are no longer there."""
     held_paths: set[str] = field(default_factory=set)
     """Answers of these paths are kept until `release`."""
     held: list[tuple[Route, dict[str, Any]]] = field(default_factory=list)
@@ -102,6 +112,7 @@ class FakeServer:
             "capabilities": {"tools": True, "reasoning": False},
             "role": "admin" if self.key else None,
             "can_abort": self.can_abort,
+            "has_admin_key": self.has_admin_key,
             "replicas": replicas,
         }
 
@@ -109,7 +120,7 @@ class FakeServer:
         """`/ui/history`."""
         now = time.time()
         newest = int(now) // _INTERVAL * _INTERVAL
-        times = [at for at in range(newest - _HOUR + _INTERVAL, newest + 1, _INTERVAL) if at > after]
+        times = [at for at in range(newest - _HOUR + _INTERVAL, newest + 1, _INTERVAL) if at > max(after, self.started)]
         rows = [self._row(at, now) for at in times]
         columns: dict[str, list[float | None]] = {name: [row[name] for row in rows] for name in self._row(0, now)}
         return {"interval": _INTERVAL, "time": now, "columns": {"time": times, **columns}}
@@ -125,9 +136,13 @@ class FakeServer:
             age = 0.4 + 1.7 * (self.num_requests - at) + now % 1
             phase = "decode" if at < self.num_requests - 3 else ("preempted", "prefill", "waiting")[at % 3]
             prompt, most = choice.randrange(200, 9000), choice.choice([256, 512, 1024, 4096])
+            name, api, sequence = f"chatcmpl-{choice.randrange(1 << 64):016x}", 0, 0
+            if self.alike:
+                name, api, sequence = f"chatcmpl-{at // 2}", int(at == 3), int(at == 1)
             found.append(
                 {
-                    "id": f"chatcmpl-{choice.randrange(1 << 64):016x}",
+                    "handle": f"{api}.{name}",
+                    "id": f"{name}#{sequence}" if sequence else name,
                     "key": choice.choice(["search", "assistant", "batch-eval"]) if self.key else None,
                     "age": age,
                     "prompt_tokens": prompt,
@@ -136,11 +151,11 @@ class FakeServer:
                     "max_tokens": most,
                     "replica": None if phase == "waiting" else choice.choice(up),
                     "phase": "queued" if phase == "waiting" else phase,
-                    "api": 0,
+                    "api": api,
                 }
             )
-        left = [each for each in found if each["id"] not in self.ended]
-        return {"requests": left, "total": len(left)}
+        left = [each for each in found if each["handle"] not in self.ended]
+        return {"requests": left if self.sees_requests else [], "total": len(left)}
 
     def _replica(self, index: int, now: float) -> dict[str, Any]:
         is_up = index != self.dead
@@ -196,11 +211,13 @@ class FakeServer:
         noise = random.Random(at)
         wave = 0.5 + 0.3 * math.sin(at / 410) + 0.12 * math.sin(at / 67) + 0.08 * noise.random()
         died = at % 2900 < 110 if self.dead is None else now - at < 42
-        up = self.num_replicas - (died and not self.idle)
+        up = self.num_replicas - (died and not self.idle) if at >= self.started + self.loading else 0
         load = 0.0 if self.idle else wave * up / self.num_replicas
         waiting = round(self.peak * (max(0, 0.7 * (wave - 0.75)) + (0.25 * noise.random() if died else 0)))
         failed = dict.fromkeys((f"failed_{reason}" for reason in REASONS), 0.0)
-        if not self.idle:
+        if self.failures is not None:
+            failed |= self.failures
+        elif not self.idle:
             failed["failed_queue_full"] = 0.5 * noise.randrange(5) if died else 0.0
             failed["failed_client_closed"] = 0.5 * (noise.random() < 0.02)
             failed["failed_invalid"] = 0.5 * (noise.random() < 0.008)
@@ -223,7 +240,7 @@ class FakeServer:
             "kv_cache": load * 0.88,
             "prefix_hits": None if self.idle else 0.44 + 0.1 * math.sin(at / 300),
             "preemptions": 0.5 * (load > 0.88),
-            "drafts_accepted": None,
+            "drafts_accepted": self.drafts,
             **seconds("ttft", 0.14, 2.5),
             **seconds("itl", 0.018, 0.5),
             **seconds("e2e", 5.5, 0.6),
@@ -259,7 +276,7 @@ class FakeServer:
         if path == "/ui/requests":
             return self._send(route, path, self.requests())
         name = path.removeprefix("/ui/requests/")
-        if request.method == "DELETE" and name in {each["id"] for each in self.requests()["requests"]}:
+        if request.method == "DELETE" and name in {each["handle"] for each in self.requests()["requests"]}:
             self.ended.add(name)
             return route.fulfill(status=204)
         return _fail(route, 404, "there is no such request")

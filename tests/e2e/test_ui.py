@@ -144,16 +144,54 @@ def test_the_page_shows_what_its_server_says(page: Page) -> None:
 
 def test_gpus_have_a_chart_and_values(page: Page) -> None:
     show(page, FakeServer(gpus=True))
-    expect(chart(page, "GPUs")).to_contain_text(re.compile(r"in use\d+ %memory84 %power\d\.\d kW"))
+    expect(chart(page, "GPUs")).to_contain_text(re.compile(r"in use \d+ %memory 84 %power \d\.\d kW"))
     expect(page.locator(".rank").first).to_contain_text(re.compile(r"GPU \d+ %66 of 80 GiB\d+ W"))
     expect(tile(page, "GPU memory")).to_have_text("84 %")
+
+
+def test_errors_are_those_of_the_last_minute_that_nobody_chose(page: Page) -> None:
+    """A reason has the same colour whichever others there are."""
+    server = FakeServer(failures={"failed_client_closed": 2, "failed_aborted": 2})
+    show(page, server)
+    errors, failures = tile(page, "errors/min"), chart(page, "Refused and failed requests")
+    expect(errors).to_have_text("0")
+    expect(errors).not_to_have_class("bad")
+    aborted = failures.get_by_role("button", name="aborted").locator("i")
+    colour = aborted.evaluate("node => node.style.background")
+    server.failures = {"failed_aborted": 2, "failed_internal": 0.5}
+    page.reload()
+    expect(errors).to_have_text("30")
+    expect(errors).to_have_class("bad")
+    expect(failures).not_to_contain_text("client closed")
+    assert aborted.evaluate("node => node.style.background") == colour
+
+
+def test_replicas_being_loaded_at_the_start_were_not_down(page: Page) -> None:
+    server = FakeServer(started=time.time() - 120, loading=30)
+    show(page, server)
+    expect(page.locator("#down")).to_be_hidden()
+    server.dead = 1
+    page.reload()
+    expect(page.locator("#down")).to_be_visible()
+
+
+def test_an_idle_rank_is_said_to_be_and_keeps_its_height(page: Page) -> None:
+    server = FakeServer()
+    show(page, server)
+    rank = page.locator(".rank").first
+    expect(rank).to_contain_text("21 ms a step")
+    height = rank.evaluate("node => node.offsetHeight")
+    server.idle = True
+    expect(rank).to_contain_text(re.compile(r"rank 0idle.*computing\s+0 %waiting\s+0 %"))
+    expect(rank.locator(".bar i").first).to_have_css("width", "0px")
+    assert rank.evaluate("node => node.offsetHeight") == height
 
 
 @pytest.mark.parametrize(("width", "height"), [(400, 800), (768, 1024), (1280, 800), (1800, 900), (2560, 1440)])
 def test_nothing_is_cut_or_overlaps(page: Page, width: int, height: int) -> None:
     page.set_viewport_size({"width": width, "height": height})
     page.add_init_script("sessionStorage.setItem('quire-key', 'secret')")
-    show(page, FakeServer(gpus=True, dead=1, key="secret", warnings=warnings()))
+    show(page, FakeServer(gpus=True, dead=1, drafts=0.71, key="secret", warnings=warnings()))
     show_requests(page)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(OVERFLOWS) == []
@@ -205,8 +243,8 @@ def test_hovering_shows_the_values_of_all_charts_at_that_time(page: Page) -> Non
     (row,) = (
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True) if values[0] == clock
     )
-    assert f"running{row['running']}" in shown[1]
-    assert f"p50{1000 * row['ttft_p50']:.0f} ms" in shown[2]
+    assert f"running {row['running']}" in shown[1]
+    assert f"p50 {1000 * row['ttft_p50']:.0f} ms" in shown[2]
     page.mouse.move(0, 0)
     expect(at).to_be_empty()
 
@@ -242,7 +280,7 @@ def test_a_request_is_aborted_after_a_second_click(page: Page) -> None:
     show(page, server)
     rows = show_requests(page)
     expect(rows).to_have_count(server.num_requests)
-    first = server.requests()["requests"][0]["id"]
+    first, handle = (server.requests()["requests"][0][name] for name in ("id", "handle"))
     rows.filter(has_text=first).get_by_role("button").click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text(first)
@@ -252,14 +290,53 @@ def test_a_request_is_aborted_after_a_second_click(page: Page) -> None:
     dialog.get_by_role("button", name="Abort it").click()
     expect(page.locator("#requests-note")).to_have_text(f"{first} was aborted.")
     expect(rows).to_have_count(server.num_requests - 1)
-    assert [each for each in server.asked if each.startswith("DELETE")] == [f"DELETE /ui/requests/{first}"]
-    second = server.requests()["requests"][0]["id"]
+    assert [each for each in server.asked if each.startswith("DELETE")] == [f"DELETE /ui/requests/{handle}"]
+    second, handle = (server.requests()["requests"][0][name] for name in ("id", "handle"))
     rows.filter(has_text=second).get_by_role("button").click()
-    server.ended.add(second)
+    server.ended.add(handle)
     dialog.get_by_role("button", name="Abort it").click()
     expect(page.locator("#requests-note")).to_have_text(f"{second} had already ended.")
+    use_key = page.get_by_role("button", name="Use a key")
     server.can_abort = False
     expect(rows.get_by_role("button")).to_have_count(0)
+    expect(use_key).to_be_hidden()
+    server.has_admin_key = True
+    expect(use_key).to_be_visible()
+    server.sees_requests = False
+    expect(page.locator("#requests-note")).to_contain_text("12 requests are in progress. This client may not see them.")
+
+
+def test_an_abort_removes_all_rows_of_a_request_and_no_other(page: Page) -> None:
+    """Also if a list from before arrives after it; the notice goes after a while."""
+    server = FakeServer(alike=True, num_requests=4)
+    page.clock.install()
+    show(page, server)
+    rows, note = show_requests(page), page.locator("#requests-note")
+    expect(rows).to_have_count(4)
+    third, fourth = server.requests()["requests"][2:]
+    server.held_paths.add("/ui/requests")
+    with page.expect_request("**/ui/requests"):
+        page.clock.run_for(3000)
+    rows.first.get_by_role("button").click()
+    page.get_by_role("dialog").get_by_role("button", name="Abort it").click()
+    expect(note).to_have_text("chatcmpl-0 was aborted.")
+    expect(rows).to_have_count(2)
+    expect(page.locator("#requests-count")).to_have_text("2")
+    with page.expect_response("**/ui/requests"):
+        server.release()
+    with page.expect_response("**/ui/state"):
+        page.clock.run_for(1000)
+    assert rows.count() == 2
+    server.ended.add(third["handle"])
+    with page.expect_response("**/ui/requests"):
+        page.clock.run_for(3000)
+    expect(rows).to_have_count(1)
+    expect(rows.locator("td").nth(3)).to_have_text(f"{fourth['prompt_tokens']}")
+    expect(note).not_to_be_empty()
+    page.clock.fast_forward(61_000)
+    with page.expect_response("**/ui/requests"):
+        page.clock.run_for(3000)
+    expect(note).to_be_empty()
 
 
 def test_requests_are_sorted_and_filtered(page: Page) -> None:
@@ -414,7 +491,7 @@ def test_the_page_shows_a_real_engine_at_work(page: Page) -> None:
             expect(tile(page, "output/s")).to_have_text(re.compile("[1-9]"), timeout=30_000)
             latency = page.locator("#tiles tr").filter(has_text="first token").locator("td").first
             expect(latency).to_have_text(re.compile(r"^[\d.]+ m?s$"), timeout=30_000)
-            expect(chart(page, "Requests")).to_contain_text(re.compile(r"running[1-9]"), timeout=30_000)
+            expect(chart(page, "Requests")).to_contain_text(re.compile(r"running [1-9]"), timeout=30_000)
             expect(page.locator("#replicas")).to_contain_text("up")
             page.get_by_text("Plan", exact=True).click()
             expect(page.locator("#plan")).to_contain_text("tensor parallel 2 × pipeline parallel 2 = 4 ranks")
