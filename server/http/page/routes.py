@@ -121,13 +121,14 @@ async def history(state: AppState, after: float = 0.0) -> Response:
 
 @router.get("/ui/requests")
 async def requests(state: AppState, request: Request) -> Response:
-    """The oldest unfinished requests of all API processes, and the number of all of them. An API key sees its own:
-    with the id of another's response, it could read that.
+    """The oldest unfinished requests of all API processes, and the number of all of them. An API key sees its own, and
+    a client without a key that may not abort them only the number: with the id of another's response, it could read that.
     """
     key: Key | None = request.scope.get(SCOPE_KEY)
-    sees_all = state.keys is None or (key is not None and key.role == "admin")
-    own = "" if key is None else key.name
-    found, total, silent = await list_requests(state.frontend.client, None if sees_all else own)
+    own = None if key is None or key.role == "admin" else key.name
+    found, total, silent = await list_requests(state.frontend.client, own)
+    if own is None and not may_administrate(request, state):
+        found = []
     return json_response({"requests": [asdict(each) for each in found], "total": total, "silent": silent})
 
 

@@ -181,7 +181,16 @@ async def test_an_abort_needs_an_admin_key_and_is_logged(
     assert lines == ["request cmpl-mine of the key alice was aborted by the key ops"]
 
 
-async def test_without_keys_only_local_clients_abort(server: Server, ask: Ask) -> None:
+async def test_clients_without_keys_do_not_see_each_other(
+    config: EngineConfig, core_mode: Callable[[str], None], ask: Ask
+) -> None:
+    async with run_server(config, admin_key=("admin",)) as server:
+        ask(server.http.post(COMPLETIONS, json=HANG))
+        assert await listed(server, 1) == {}
+        assert list(await listed(server, 1, Authorization="Bearer admin")) == ["cmpl-mine"]
+
+
+async def test_without_keys_only_local_clients_list_and_abort(server: Server, ask: Ask) -> None:
     ask(server.http.post(COMPLETIONS, json=HANG))
     await listed(server, 1)
     own = str(server.http.base_url).rstrip("/")
@@ -192,6 +201,7 @@ async def test_without_keys_only_local_clients_abort(server: Server, ask: Ask) -
     ):
         state = (await server.http.get("/ui/state", headers=headers)).json()
         assert state["can_abort"] == (status == 204)
+        assert len(await listed(server, 1, **headers)) == (status == 204), "whoever has the id can read the response"
         assert (await server.http.delete("/ui/requests/cmpl-mine", headers=headers)).status_code == status
 
 
