@@ -63,20 +63,20 @@ class Probe(msgspec.Struct, tag=True, array_like=True):
 
 
 class ListRequests(msgspec.Struct, tag=True, array_like=True):
-    """Ask for the oldest `limit` of the unfinished requests whose ids begin with `prefix`. Answered with `RequestList`
+    """Ask for the oldest `limit` of the unfinished requests whose ids contain `part`. Answered with `RequestList`
     between two steps.
     """
 
     client: int
     call_id: int
     limit: int
-    prefix: str = ""
+    part: str = ""
     label: str | None = None
     """None: those of all API keys."""
 
     def selects(self, request: EngineCoreRequest) -> bool:
         """Whether it asks for this request, if it is among the oldest."""
-        return self.label in (None, request.label) and request.request_id.startswith(self.prefix)
+        return self.label in (None, request.label) and self.part in request.request_id
 
 
 class Join(msgspec.Struct, tag=True, array_like=True):

@@ -272,15 +272,15 @@ class EngineClient:
         return stream
 
     async def open_requests(
-        self, limit: int, seconds: float, *, prefix: str = "", label: str | None = None
+        self, limit: int, seconds: float, *, part: str = "", label: str | None = None
     ) -> OpenRequests:
-        """Return the oldest `limit` unfinished requests, of all API processes, whose engine ids begin with `prefix`, of
+        """Return the oldest `limit` unfinished requests, of all API processes, whose engine ids contain `part`, of
         the API key with the name `label`, or of all.
 
         Of replicas that do not answer within `seconds`, and of requests that wait for a replica, only this process's
         are known.
         """
-        call = ListRequests(self.index, 0, limit, prefix, label)
+        call = ListRequests(self.index, 0, limit, part, label)
         present = [replica for replica in self._replicas.values() if replica.state in ("up", "draining")]
         asked = [each for each in present if not each.is_unresponsive]
         replies = await asyncio.gather(*(self.calls.list_requests(each, call, seconds) for each in asked))

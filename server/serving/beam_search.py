@@ -97,7 +97,7 @@ class BeamSearch(Generation):
             places = [(at, beam) for at, mine in enumerate(beams) for beam in mine]
             if not places:
                 break
-            deltas = await self._next(number, [prompts[at] + beam.token_ids for at, beam in places])
+            deltas = await self._next([prompts[at] + beam.token_ids for at, beam in places])
             if number == 0:
                 self._num_cached_tokens = cached = deltas[0].num_cached_tokens
             grown: list[list[tuple[float, _Beam, TokenLogprobs, int]]] = [[] for _ in prompts]
@@ -130,7 +130,7 @@ class BeamSearch(Generation):
         self._end("stop", sum(len(delta.token_ids) for delta in deltas))
         yield deltas
 
-    async def _next(self, number: int, sequences: list[list[int]]) -> list[TextDelta]:
+    async def _next(self, sequences: list[list[int]]) -> list[TextDelta]:
         """Return the next token of each sequence, with log-probabilities."""
         top = min(2 * self._given.params.n, self._model.architecture.vocab_size)
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=top)
@@ -140,8 +140,7 @@ class BeamSearch(Generation):
             record = None if self._record is None else HttpRequestRecord(key=self._record.key)
             token, record_token = TRACE.set(None), RECORD.set(record)
             try:
-                # Ids of requests have no spaces: `Frontend` knows the search by its steps.
-                self._step = self._generate(f"{self._request_id} {number}", step)
+                self._step = self._generate(self._request_id, step)
             finally:
                 TRACE.reset(token)
                 RECORD.reset(record_token)

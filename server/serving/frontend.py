@@ -32,7 +32,7 @@ from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
 from quire.server.serving.beam_search import BeamSearch
 from quire.server.serving.generation import Embedding, Generation
-from quire.server.serving.open_requests import ENGINE_ID
+from quire.server.serving.open_requests import ENGINE_ID, SEARCH_ID
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import GenerationInput, Task, refusal, tasks_of
@@ -246,7 +246,8 @@ class Frontend:
                 record.prompts += self._texts(given.prompts, record.prompt_characters)
         if given.length_penalty is not None:
             tokenizer = self.input_processor.tokenizer
-            return BeamSearch(request_id, given, self.generate, tokenizer, self.config.model)
+            search_id = SEARCH_ID.format(request_id, next(self._serials))
+            return BeamSearch(search_id, given, self.generate, tokenizer, self.config.model)
         sequences = [
             (prompt, given.params.for_engine(self._seed(given.params.seed, choice)))
             for prompt in given.prompts

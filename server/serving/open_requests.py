@@ -1,4 +1,4 @@
-"""The unfinished requests of a server, under the ids that users see, and their engine ids.
+"""The unfinished requests of a server, as users see them, and their engine ids.
 
 An HTTP request has an engine request for each of its sequences, and for each step of a beam search.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from quire.engine.protocol.engine_core import Phase
 from quire.server.client.engine_client import EngineClient
@@ -26,7 +26,12 @@ ENGINE_ID = "{}-{}-{:x}@{}"
 process. So a late output of a finished request, or of a dead API process's, is not mistaken for an output of a new
 request with the same id.
 """
-_ENGINE_ID = re.compile(r"(?P<id>.*?)(?: \d+)?-(?P<at>\d+)-[0-9a-f]+@(?P<process>\d+)", re.DOTALL)
+SEARCH_ID = "{} {:x}"
+"""The id of a beam search's steps, as requests: id of the request, and serial number of the search."""
+_ENGINE_ID = re.compile(
+    r"(?P<id>.*?)(?: (?P<search>[0-9a-f]+))?-(?P<at>\d+)-(?P<serial>[0-9a-f]+)@(?P<process>\d+)", re.DOTALL
+)
+_HANDLE = re.compile(r"\d+-(?P<serial>[0-9a-f]+)")
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,10 @@ class OpenRequest:
     """An unfinished sequence of a request."""
 
     id: str
-    """The id of the response; of further sequences, followed by `#` and their number."""
+    """The id of the response; of further sequences, followed by `#` and their number. Clients may choose it, so that
+    several requests may have the same."""
+    handle: str
+    """The same for all sequences of a request, and of no other one: number of the API process, and serial number."""
     key: str | None
     """Name of its API key."""
     age: float
@@ -57,9 +65,10 @@ async def list_requests(client: EngineClient, key: str | None = None) -> tuple[l
     found, now = await client.open_requests(_LISTED, LIST_SECONDS, label=key), time.monotonic()
     listed = []
     for info, replica in found.requests:
-        name, at, process = _parse(info.request_id)
+        name, at, process, handle = _parse(info.request_id)
         request = OpenRequest(
             id=f"{name}#{at}" if at else name,
+            handle=handle,
             key=info.label or None,
             age=now - info.arrived,
             prompt_tokens=info.num_prompt_tokens,
@@ -74,22 +83,32 @@ async def list_requests(client: EngineClient, key: str | None = None) -> tuple[l
     return listed, found.total, found.silent
 
 
-async def abort_request(client: EngineClient, request_id: str) -> str | None:
-    """Abort all sequences of the request that has this id in the list, whichever API process it belongs to. Returns the
-    name of its key, "" if it has none; None if there is no such request. Raises `EngineUnavailable` if it may be on a
-    replica that does not answer.
+async def abort_request(client: EngineClient, handle: str) -> tuple[str, str] | None:
+    """Abort all sequences of the request with this handle, whichever API process it belongs to. Returns the id of its
+    response and the name of its key, "" if it has none; None if there is no such request. Raises `EngineUnavailable` if
+    it may be on a replica that does not answer.
     """
-    name = re.sub(r"#\d+$", "", request_id)
-    answer = await client.open_requests(_ALL, ABORT_SECONDS, prefix=name)
-    found = [each for each in answer.requests if _parse(each[0].request_id)[0] in (name, request_id)]
+    if (parts := _HANDLE.fullmatch(handle)) is None:
+        return None
+    answer = await client.open_requests(_ALL, ABORT_SECONDS, part=parts["serial"])
+    found = [each for each in answer.requests if _parse(each[0].request_id).handle == handle]
     if not found and answer.silent:
         raise EngineUnavailable(f"replica {answer.silent[0]} does not answer, and may have this request")
     client.abort_open((info.request_id, replica) for info, replica in found)
-    return found[0][0].label if found else None
+    return (_parse(found[0][0].request_id).name, found[0][0].label) if found else None
 
 
-def _parse(request_id: str) -> tuple[str, int, int]:
-    """The id of the response, the number of the sequence, and that of the API process."""
-    found = _ENGINE_ID.fullmatch(request_id)
-    assert found is not None, request_id
-    return found["id"], int(found["at"]), int(found["process"])
+class _Parts(NamedTuple):
+    name: str
+    """The id of the response."""
+    at: int
+    """Number of the sequence."""
+    process: int
+    handle: str
+
+
+def _parse(engine_id: str) -> _Parts:
+    found = _ENGINE_ID.fullmatch(engine_id)
+    assert found is not None, engine_id
+    serial = found["search"] or found["serial"]
+    return _Parts(found["id"], int(found["at"]), int(found["process"]), f"{found['process']}-{serial}")

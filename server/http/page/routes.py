@@ -122,7 +122,7 @@ async def history(state: AppState, after: float = 0.0) -> Response:
 @router.get("/ui/requests")
 async def requests(state: AppState, request: Request) -> Response:
     """The oldest unfinished requests of all API processes, and the number of all of them. An API key sees its own, and
-    a client without a key that may not abort them only the number: with the id of another's response, it could read that.
+    a client without a key that may not abort them only the number: the id of a response is enough to read it.
     """
     key: Key | None = request.scope.get(SCOPE_KEY)
     own = None if key is None or key.role == "admin" else key.name
@@ -132,14 +132,15 @@ async def requests(state: AppState, request: Request) -> Response:
     return json_response({"requests": [asdict(each) for each in found], "total": total, "silent": silent})
 
 
-@router.delete("/ui/requests/{request_id:path}", dependencies=[AdminOrLocal], status_code=204)
-async def abort(request_id: str, state: AppState, request: Request) -> None:
-    """Abort a request, with all of its sequences, whichever API process it belongs to."""
-    if (owner := await abort_request(state.frontend.client, request_id)) is None:
-        raise ApiError(404, f"there is no unfinished request {request_id!r}", "request_not_found")
+@router.delete("/ui/requests/{handle}", dependencies=[AdminOrLocal], status_code=204)
+async def abort(handle: str, state: AppState, request: Request) -> None:
+    """Abort the request with this handle, with all of its sequences, whichever API process it belongs to."""
+    if (found := await abort_request(state.frontend.client, handle)) is None:
+        raise ApiError(404, f"there is no unfinished request with the handle {handle!r}", "request_not_found")
+    name, owner = found
     key: Key | None = request.scope.get(SCOPE_KEY)
     of, by = f" of the key {owner}" if owner else "", "a local client" if key is None else f"the key {key.name}"
-    logger.info("request %s%s was aborted by %s", request_id, of, by)
+    logger.info("request %s%s was aborted by %s", name, of, by)
 
 
 class _File(NamedTuple):

@@ -357,8 +357,8 @@ def test_unfinished_requests_are_listed_the_oldest_first(monkeypatch: pytest.Mon
     core, go_on = core_with({}, []), Event()
     monkeypatch.setattr(core.scheduler.grammars, "compile", lambda outputs: go_on.wait(30))
 
-    def listed(limit: int = 9, prefix: str = "", label: str | None = None) -> tuple[int, list[tuple[str, Phase]]]:
-        core.handle(ListRequests(1, 7, limit, prefix, label))
+    def listed(limit: int = 9, part: str = "", label: str | None = None) -> tuple[int, list[tuple[str, Phase]]]:
+        core.handle(ListRequests(1, 7, limit, part, label))
         client, answer = wire_of(core).sent.pop()
         assert isinstance(answer, RequestList)
         assert (client, answer.call_id, answer.incarnation) == (1, 7, core.incarnation)
@@ -384,14 +384,14 @@ def test_unfinished_requests_are_listed_the_oldest_first(monkeypatch: pytest.Mon
     add(structured("c"), arrived=3.0)
     assert listed() == (3, [("ab", "prefill"), ("a", "decode"), ("c", "waiting")])
     assert listed(limit=1) == (3, [("ab", "prefill")])
-    assert listed(prefix="a") == (2, [("ab", "prefill"), ("a", "decode")])
+    assert listed(part="b") == (1, [("ab", "prefill")])
     assert listed(label="key of c") == (1, [("c", "waiting")])
     core.handle(ListRequests(0, 7, 9))
     answer = wire_of(core).sent.pop()[1]
     assert isinstance(answer, RequestList)
     assert answer.requests[1] == RequestInfo("a", "key of a", 2.0, "decode", 2, 0, 3, 100)
     assert core.scheduler._preempt([core.scheduler.requests["a"]])
-    assert listed(prefix="a") == (2, [("ab", "prefill"), ("a", "preempted")])
+    assert listed(part="a") == (2, [("ab", "prefill"), ("a", "preempted")])
     go_on.set()
     core.close()
 

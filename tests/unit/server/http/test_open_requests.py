@@ -61,7 +61,7 @@ async def ask() -> AsyncIterator[Ask]:
 async def test_requests_of_all_processes_are_listed_the_oldest_first(server: Server, ask: Ask) -> None:
     ask(server.http.post(COMPLETIONS, json={**HANG, "n": 2}))
     await listed(server, 2)
-    others = EngineCoreRequest(0, "cmpl-x-1-0-a1@3", [9, fake_core.HANG], SamplingParams(), label="bob", arrived=1.0)
+    others = EngineCoreRequest(0, "cmpl-x-1-0-a1f@3", [9, fake_core.HANG], SamplingParams(), label="bob", arrived=1.0)
 
     server.frontend.client._send(others, 0)
     found = await listed(server, 3)
@@ -69,6 +69,7 @@ async def test_requests_of_all_processes_are_listed_the_oldest_first(server: Ser
     assert found["cmpl-x-1"].pop("age") == pytest.approx(time.monotonic() - 1.0, abs=60)
     assert found["cmpl-x-1"] == {
         "id": "cmpl-x-1",
+        "handle": "3-a1f",
         "key": "bob",
         "replica": 0,
         "phase": "prefill",
@@ -80,12 +81,14 @@ async def test_requests_of_all_processes_are_listed_the_oldest_first(server: Ser
     }
     assert 0 <= found["cmpl-mine"]["age"] < 60
     assert (found["cmpl-mine"]["key"], found["cmpl-mine"]["api"]) == (None, 0)
+    assert found["cmpl-mine"]["handle"] == found["cmpl-mine#1"]["handle"]
 
 
 async def test_beams_have_the_id_of_the_search(server: Server, ask: Ask) -> None:
     search = ask(server.http.post(COMPLETIONS, json={**HANG, "use_beam_search": True, "n": 2}))
-    assert list(await listed(server, 1)) == ["cmpl-mine"]
-    assert (await server.http.delete("/ui/requests/cmpl-mine")).status_code == 204
+    (found,) = (await listed(server, 1)).values()
+    assert found["id"] == "cmpl-mine"
+    assert (await server.http.delete(f"/ui/requests/{found['handle']}")).status_code == 204
     assert (await search).json()["error"]["code"] == "request_aborted"
 
 
@@ -93,9 +96,9 @@ async def test_beams_have_the_id_of_the_search(server: Server, ask: Ask) -> None
 @pytest.mark.parametrize("path", BODIES)
 async def test_clients_of_aborted_requests_get_an_error(server: Server, ask: Ask, path: str, where: str) -> None:
     stream, whole = (ask(server.http.post(path, json={**BODIES[path], "stream": stream})) for stream in (True, False))
-    for name in await listed(server, 2):
+    for name, each in (await listed(server, 2)).items():
         if where == "here":
-            assert (await server.http.delete(f"/ui/requests/{name}")).status_code == 204
+            assert (await server.http.delete(f"/ui/requests/{each['handle']}")).status_code == 204
         else:  # as the other processes see it
             ids = [each for each in server.frontend.client._running if each.startswith(name)]
             server.frontend.client._send(AbortRequests(ids), 0)
@@ -113,14 +116,29 @@ async def test_clients_of_aborted_requests_get_an_error(server: Server, ask: Ask
     assert 'quire:http_requests_failed_total{model_name="echo",reason="aborted"} 2.0' in metrics.exposition().decode()
 
 
-async def test_requests_of_other_processes_are_aborted(server: Server) -> None:
-    for name in ("cmpl-a-0-1@7", "cmpl-a-1-1@7", "cmpl-a-b-0-2@7"):
+async def test_an_abort_ends_no_other_request_with_the_same_id(server: Server) -> None:
+    for name in (
+        "cmpl-a-0-1@7",
+        "cmpl-a-1-1@7",
+        "cmpl-a-0-1@8",
+        "cmpl-a#1-0-2@7",
+        "cmpl-a-0-1@7-0-3@7",
+        "cmpl-a 5-0-6@8",
+    ):
         server.frontend.client._send(EngineCoreRequest(0, name, [9, fake_core.HANG], SamplingParams()), 0)
-    assert list(await listed(server, 3)) == ["cmpl-a", "cmpl-a#1", "cmpl-a-b"]
-    assert (await server.http.delete("/ui/requests/cmpl-a%231")).status_code == 204
-    assert list(await listed(server, 1)) == ["cmpl-a-b"]
-    for name in ("cmpl-a", "cmpl", "%25", "a/b"):
-        answer = await server.http.delete(f"/ui/requests/{name}")
+
+    async def handles() -> list[str]:
+        found = (await server.http.get("/ui/requests")).json()["requests"]
+        return [f"{each['id']} {each['handle']}" for each in found]
+
+    await listed(server, 6)
+    others = ["cmpl-a 8-1", "cmpl-a#1 7-2", "cmpl-a-0-1@7 7-3", "cmpl-a 8-5"]
+    assert await handles() == ["cmpl-a 7-1", "cmpl-a#1 7-1", *others]
+    assert (await server.http.delete("/ui/requests/7-1")).status_code == 204
+    await listed(server, 4)
+    assert await handles() == others
+    for handle in ("7-1", "7", "cmpl-a", "cmpl-a%231", "%25", "8-1-"):
+        answer = await server.http.delete(f"/ui/requests/{handle}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
 
 
@@ -137,12 +155,12 @@ async def test_a_replica_that_does_not_answer_delays_nobody(
         listing = (await server.http.get("/ui/requests")).json()
     (found,) = listing["requests"]
     assert (found["id"], found["replica"], found["phase"], listing["total"]) == ("cmpl-mine", 0, "waiting", 1)
-    answer = await server.http.delete("/ui/requests/cmpl-another")
+    answer = await server.http.delete("/ui/requests/7-1")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
     server.frontend.update(ReplicaLost(0, "killed", returns=True))
     found = (await listed(server, 1))["cmpl-mine"]
     assert (found["replica"], found["phase"]) == (None, "queued")
-    assert (await server.http.delete("/ui/requests/cmpl-mine")).status_code == 204
+    assert (await server.http.delete(f"/ui/requests/{found['handle']}")).status_code == 204
     assert (await asked).json()["error"]["code"] == "request_aborted"
 
 
@@ -162,6 +180,7 @@ async def test_an_abort_needs_an_admin_key_and_is_logged(
         asked = ask(server.http.post(COMPLETIONS, json=HANG, headers=key("api")))
         (found,) = (await listed(server, 1, **key("api"))).values()
         assert (found["id"], found["key"]) == ("cmpl-mine", "alice")
+        handle = found["handle"]
         for name, status in (("none", 401), ("metrics", 403)):
             for path in ("/ui/requests", "/ui/state", "/ui/history"):
                 expected = 200 if name == "metrics" and path != "/ui/requests" else status
@@ -170,7 +189,7 @@ async def test_an_abort_needs_an_admin_key_and_is_logged(
         assert list(await listed(server, 1, **key("admin"))) == ["cmpl-mine"]
         with caplog.at_level(logging.INFO, "quire"):
             for name, status in (("none", 401), ("metrics", 403), ("api", 403), ("admin", 204)):
-                answer = await server.http.delete("/ui/requests/cmpl-mine", headers=key(name))
+                answer = await server.http.delete(f"/ui/requests/{handle}", headers=key(name))
                 assert answer.status_code == status
                 state = await server.http.get("/ui/state", headers=key(name))
                 if name != "none":
@@ -192,7 +211,7 @@ async def test_clients_without_keys_do_not_see_each_other(
 
 async def test_without_keys_only_local_clients_list_and_abort(server: Server, ask: Ask) -> None:
     ask(server.http.post(COMPLETIONS, json=HANG))
-    await listed(server, 1)
+    handle = (await listed(server, 1))["cmpl-mine"]["handle"]
     own = str(server.http.base_url).rstrip("/")
     for headers, status in (
         ({"Origin": "http://evil.example"}, 403),
@@ -202,7 +221,7 @@ async def test_without_keys_only_local_clients_list_and_abort(server: Server, as
         state = (await server.http.get("/ui/state", headers=headers)).json()
         assert state["can_abort"] == (status == 204)
         assert len(await listed(server, 1, **headers)) == (status == 204), "whoever has the id can read the response"
-        assert (await server.http.delete("/ui/requests/cmpl-mine", headers=headers)).status_code == status
+        assert (await server.http.delete(f"/ui/requests/{handle}", headers=headers)).status_code == status
 
 
 async def test_a_line_of_the_access_log_has_the_id(
