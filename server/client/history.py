@@ -147,7 +147,7 @@ class History:
 
     def activity(self, replica: int) -> Activity:
         """Return what a replica has done within the last seconds."""
-        if len(self._samples) < 2:
+        if len(self._samples) < 2 or replica not in self._samples[-1].stats:
             return Activity()
         old, new = self._samples[0], self._samples[-1]
         seconds = new.clock - old.clock

@@ -123,6 +123,7 @@ def test_replicas_come_and_go(process: Process) -> None:
     )
     assert process.column("replicas_up", 4) == {0: 2, 2: 1, 4: 2}
     assert process.column("replicas", 4) == {0: 2, 2: 2, 4: 2}
+    assert process.history.activity(1) == Activity(), "the client hears of a removal later"
 
 
 def test_an_hour_is_kept(process: Process) -> None:
