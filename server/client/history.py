@@ -159,7 +159,13 @@ class History:
         grown = [_rank_growth(*each) for each in zip(before, after, strict=True)]
         num_steps = sum(each.steps for each in grown)
         mean = sum(each.seconds for each in grown) / num_steps if num_steps else None
-        return Activity(steps, tokens, prompt_tokens, mean, [_rank_activity(each, seconds) for each in grown])
+        return Activity(
+            steps,
+            tokens,
+            prompt_tokens,
+            mean,
+            [_rank_activity(*each, seconds) for each in zip(after, grown, strict=True)],
+        )
 
     def _row(self, number: int, new: _Sample, gauges: dict[str, float], replicas: Collection[int]) -> array[float]:
         """The cells of a new row after its number. `replicas` are all that there have been."""
@@ -265,8 +271,8 @@ def _rank_growth(old: RankStats, new: RankStats) -> _RankGrowth:
     return after if has_restarted else _RankGrowth(*(now - then for now, then in zip(after, before, strict=True)))
 
 
-def _rank_activity(grown: _RankGrowth, seconds: float) -> RankActivity:
-    if not grown.seconds:
+def _rank_activity(new: RankStats, grown: _RankGrowth, seconds: float) -> RankActivity:
+    if not new.seconds:
         return RankActivity()
     whole = max(seconds, grown.seconds)  # reports of ranks are up to a second old
     computing = (grown.seconds - grown.waited) / whole

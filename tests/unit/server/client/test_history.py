@@ -182,4 +182,7 @@ def test_activity_is_that_of_the_last_seconds(process: Process) -> None:
     metrics.rank_stats[0] = [RankStats(400, 50.0, 25.0), RankStats()]  # a report that was late
     process.sample(10)
     assert history.activity(0).ranks[0][:2] == pytest.approx((0.5, 0.5), abs=0.06)
+    for second in range(11, 17):
+        process.sample(second)
+    assert history.activity(0).ranks == [(0, 0, None), (None, None, None)], "the first rank is idle"
     assert INTERVAL == 2
