@@ -55,7 +55,8 @@ COLUMNS = (
     *(f"{name}_{quantile}" for name in _HISTOGRAMS for quantile in _QUANTILES),
     *("requests", *_FAILED),
 )
-"""The values of a row; what is unknown is not a number. Times are in seconds, rates per second, power in watts."""
+"""The values of a row, with four significant digits; what is unknown is not a number. Times are in seconds, rates per
+second, power in watts."""
 _GROWING = tuple(field for pair in _SHARES.values() for field in pair)
 """Fields of `EngineStats` that a row has as sums over all replicas since the start of the hour: a replica's own count
 starts at 0 again with the replica."""
@@ -194,7 +195,7 @@ class History:
                 bounds = HISTOGRAMS[full][1]
                 counts = grown[at : (at := at + len(bounds) + 1)]
                 values |= {f"{name}_{each}": _quantile(bounds, counts, of) for each, of in _QUANTILES.items()}
-        return array("d", [*(float(f"{values[name]:.6g}") for name in COLUMNS), *base])
+        return array("d", [*(float(f"{values[name]:.4g}") for name in COLUMNS), *base])
 
     def _earlier(self, number: int) -> tuple[list[float], list[float]] | None:
         """What the first and the last row of the minute before a row have for later rows, if there are any."""

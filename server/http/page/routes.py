@@ -5,6 +5,8 @@ The page needs nothing from outside. With API keys, its files are open, and it a
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import logging
 import time
 from dataclasses import asdict
@@ -19,12 +21,12 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from quire.engine.process import log
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.stats import RankStats
-from quire.server.client.history import INTERVAL, RankActivity
+from quire.server.client.history import INTERVAL, History, RankActivity
 from quire.server.client.output_stream import EngineUnavailable
 from quire.server.client.replica import ReplicaInfo
 from quire.server.http import in_process
 from quire.server.http.api_keys import Key
-from quire.server.http.errors import ApiError, json_response
+from quire.server.http.errors import ApiError, encode_json, json_response
 from quire.server.http.roles import SCOPE_KEY, AdminOrLocal, may_administrate
 from quire.server.http.state import AppState, ServedModel
 from quire.server.serving.frontend import Frontend
@@ -37,6 +39,9 @@ NUMBERS = ("/ui/state", "/ui/history")
 """Paths that metrics keys may read, too. They contain no text of requests."""
 _GPU = ("utilization", "memory_used", "memory_total", "power")
 _MAX_TIME = 1e12
+_LONG = 16_384
+"""Bytes of a history above which it is compressed, with `_LEVEL`."""
+_LEVEL = 1
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -110,13 +115,14 @@ async def numbers(state: AppState, request: Request) -> Response:
 
 
 @router.get("/ui/history")
-async def history(state: AppState, after: float = 0.0) -> Response:
+async def history(state: AppState, request: Request, after: float = 0.0) -> Response:
     """The last hour, or what of it follows a time: a row every two seconds. Values that are unknown are null."""
     if not 0 <= after < _MAX_TIME:
         raise InvalidParameter("after: expected a time in seconds since 1970", "after")
-    now = time.time()
-    columns = state.frontend.history.after(after, now)
-    return json_response({"interval": INTERVAL, "time": now, "columns": columns})
+    may_zip = "gzip" in request.headers.get("Accept-Encoding", "")
+    return await asyncio.to_thread(
+        _history, state.frontend.history, after, may_zip
+    )  # an hour takes tens of milliseconds
 
 
 @router.get("/ui/requests")
@@ -159,6 +165,15 @@ def _files() -> dict[str, _File]:
             tag = f'"{sha256(content).hexdigest()[:16]}"'
             found[path.relative_to(folder).as_posix()] = _File(content, media_type, tag)
     return found
+
+
+def _history(history: History, after: float, may_zip: bool) -> Response:
+    now = time.time()
+    content = encode_json({"interval": INTERVAL, "time": now, "columns": history.after(after, now)})
+    headers = {"Vary": "Accept-Encoding"}
+    if may_zip and len(content) > _LONG:
+        content, headers["Content-Encoding"] = gzip.compress(content, _LEVEL), "gzip"
+    return Response(content, headers=headers, media_type="application/json")
 
 
 def _capabilities(frontend: Frontend) -> dict[str, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from typing import Any
@@ -107,6 +108,21 @@ async def test_numbers_are_those_of_the_engine(server: Server) -> None:
     assert (after["role"], after["can_abort"], after["reason"]) == (None, True, None)
     assert after["monotonic"] > before["monotonic"]
     assert "tensor parallel" in after["plan"]
+
+
+async def test_a_long_history_is_compressed_for_browsers_that_accept_it(server: Server) -> None:
+    now = time.time()
+    for seconds in range(200, -2, -2):
+        server.frontend.history.sample(now - seconds, 1000 - seconds)
+    whole, plain, end = [
+        await server.http.get("/ui/history", params={"after": after}, headers={"Accept-Encoding": accepted})
+        for after, accepted in ((0, "gzip, br"), (0, "identity"), (now - 10, "gzip"))
+    ]
+    assert [answer.headers.get("content-encoding") for answer in (whole, plain, end)] == ["gzip", None, None]
+    assert int(whole.headers["content-length"]) < len(whole.content) / 4
+    assert {answer.headers["vary"] for answer in (whole, plain, end)} == {"Accept-Encoding"}
+    assert whole.json()["columns"] == plain.json()["columns"]
+    assert len(whole.json()["columns"]["time"]) >= 100 > len(end.json()["columns"]["time"]) > 0
 
 
 @pytest.fixture
