@@ -92,7 +92,6 @@ class RankActivity(NamedTuple):
 class Activity(NamedTuple):
     """What a replica has done within the last seconds. None: not known."""
 
-    steps_per_second: float | None = None
     tokens_per_second: float | None = None
     """Generated tokens."""
     prompt_tokens_per_second: float | None = None
@@ -152,21 +151,16 @@ class History:
             return Activity()
         old, new = self._samples[0], self._samples[-1]
         seconds = new.clock - old.clock
-        fields = ("steps", "generated_tokens", "prompt_tokens")
-        steps, tokens, prompt_tokens = (_growth(old, new, field, [replica]) / seconds for field in fields)
+        fields = ("generated_tokens", "prompt_tokens")
+        tokens, prompt_tokens = (_growth(old, new, field, [replica]) / seconds for field in fields)
         before, after = old.ranks.get(replica, []), new.ranks.get(replica, [])
         if len(before) != len(after):
-            return Activity(steps, tokens, prompt_tokens)
+            return Activity(tokens, prompt_tokens)
         grown = [_rank_growth(*each) for each in zip(before, after, strict=True)]
         num_steps = sum(each.steps for each in grown)
         mean = sum(each.seconds for each in grown) / num_steps if num_steps else None
-        return Activity(
-            steps,
-            tokens,
-            prompt_tokens,
-            mean,
-            [_rank_activity(*each, seconds) for each in zip(after, grown, strict=True)],
-        )
+        ranks = [_rank_activity(*each, seconds) for each in zip(after, grown, strict=True)]
+        return Activity(tokens, prompt_tokens, mean, ranks)
 
     def _row(self, number: int, new: _Sample, gauges: dict[str, float], replicas: Collection[int]) -> array[float]:
         """The cells of a new row after its number. `replicas` are all that there have been."""

@@ -37,6 +37,7 @@ router = APIRouter(include_in_schema=False)
 
 NUMBERS = ("/ui/state", "/ui/history")
 """Paths that metrics keys may read, too. They contain no text of requests."""
+_STATS = ("kv_blocks", "kv_blocks_used", "prefilling", "generated_tokens")
 _GPU = ("utilization", "memory_used", "memory_total", "power")
 _MAX_TIME = 1e12
 _LONG = 16_384
@@ -83,9 +84,7 @@ async def file(name: str, request: Request) -> Response:
 
 @router.get("/ui/state")
 async def numbers(state: AppState, request: Request) -> Response:
-    """The present state of the server: counters since the start, gauges, rates of the last seconds, the plan, and the
-    last warnings.
-    """
+    """The present state of the server: gauges, rates of the last seconds, the plan, and the last warnings."""
     frontend = state.frontend
     parallel, model = frontend.config.parallel, frontend.config.model
     status, reason = frontend.problem or ("ready", None)
@@ -96,7 +95,6 @@ async def numbers(state: AppState, request: Request) -> Response:
             "model": state.model_names[0],
             "version": request.app.version,
             "time": time.time(),
-            "monotonic": time.monotonic(),
             "created": state.created,
             "status": status,
             "reason": reason,
@@ -105,6 +103,7 @@ async def numbers(state: AppState, request: Request) -> Response:
             "capabilities": _capabilities(frontend),
             "role": None if key is None else key.role,
             "can_abort": may_administrate(request, state),
+            "has_admin_key": state.keys is not None and "admin" in state.keys.roles,
             "tensor_parallel_size": parallel.tensor_parallel_size,
             "stages": [[layers.start, layers.stop - 1] for layers in parallel.stages],
             "replicas": [_replica(state, each) for each in frontend.client.replicas],
@@ -186,24 +185,24 @@ def _capabilities(frontend: Frontend) -> dict[str, bool]:
 
 def _replica(state: ServedModel, replica: ReplicaInfo) -> dict[str, Any]:
     metrics = state.frontend.metrics
-    stats = msgspec.structs.asdict(metrics.of(replica.index))
-    del stats["iteration_tokens"], stats["accepted_per_position"]
+    stats = metrics.of(replica.index)
     activity = state.frontend.history.activity(replica.index)
     known = metrics.rank_stats.get(replica.index, [])
     done = activity.ranks if len(activity.ranks) == len(known) else [RankActivity()] * len(known)
     ranks = [_rank(*each) for each in zip(known, done, strict=True)]
-    return {**asdict(replica), **stats, **activity._asdict(), "ranks": ranks}
+    return {
+        **asdict(replica),
+        **{name: getattr(stats, name) for name in _STATS},
+        **activity._asdict(),
+        "ranks": ranks,
+    }
 
 
 def _rank(stats: RankStats, activity: RankActivity) -> dict[str, Any]:
     usage = stats.usage
     gpu = None if usage is None else usage.gpu
     return {
-        "busy": stats.busy,
-        "waited": stats.waited,
-        "steps": stats.steps,
         "is_straggler": stats.is_straggler,
-        "cpu_seconds": None if usage is None else usage.cpu_seconds,
         "resident_bytes": None if usage is None else usage.resident_bytes,
         **activity._asdict(),
         "gpu": None if gpu is None else {name: getattr(gpu, name) for name in _GPU},

@@ -206,6 +206,7 @@ async def test_clients_without_keys_do_not_see_each_other(
     async with run_server(config, admin_key=("admin",)) as server:
         ask(server.http.post(COMPLETIONS, json=HANG))
         assert await listed(server, 1) == {}
+        assert (await server.http.get("/ui/state")).json()["has_admin_key"]
         assert list(await listed(server, 1, Authorization="Bearer admin")) == ["cmpl-mine"]
 
 

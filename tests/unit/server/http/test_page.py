@@ -61,8 +61,6 @@ async def test_the_page_needs_nothing_from_outside(server: Server) -> None:
 
 
 async def test_numbers_are_those_of_the_engine(server: Server) -> None:
-    before = await state(server)
-    assert (before["model"], before["status"], before["generates"]) == ("echo", "ready", True)
     await server.openai.completions.create(model="echo", prompt="hello", max_tokens=4)
     await server.until_idle()
     gpu, metrics, history = (
@@ -80,33 +78,28 @@ async def test_numbers_are_those_of_the_engine(server: Server) -> None:
     assert replica["state"] == "up"
     assert replica["generated_tokens"] == server.frontend.metrics.of(0).generated_tokens > 0
     assert replica["last_death"]["reason"] == "rank 1 was killed by SIGKILL"
-    assert (replica["steps_per_second"], replica["tokens_per_second"], replica["step_seconds"]) == (0.0, 0.0, 0.15)
-    unknown = {"cpu_seconds": None, "resident_bytes": None, "gpu": None}
-    idle = {"busy": 0.0, "waited": 0.0, "steps": 0, "is_straggler": False}
+    assert (replica["tokens_per_second"], replica["step_seconds"]) == (0.0, 0.15)
     assert replica["ranks"] == [
         {
-            "busy": 4.0,
-            "waited": 2.0,
-            "steps": 30,
             "is_straggler": True,
             "computing": 0.5,
             "waiting": 0.25,
             "step_seconds": 0.15,
-            **unknown,
+            "resident_bytes": None,
+            "gpu": None,
         },
         {
-            **idle,
+            "is_straggler": False,
             "computing": None,
             "waiting": None,
             "step_seconds": None,
-            "cpu_seconds": 1.0,
             "resident_bytes": 2,
             "gpu": {"utilization": 0.5, "memory_used": 3, "memory_total": 4, "power": None},
         },
     ]
     assert after["capabilities"] == {"tools": False, "reasoning": False}
-    assert (after["role"], after["can_abort"], after["reason"]) == (None, True, None)
-    assert after["monotonic"] > before["monotonic"]
+    assert (after["model"], after["status"], after["reason"], after["generates"]) == ("echo", "ready", None, True)
+    assert (after["role"], after["can_abort"], after["has_admin_key"]) == (None, True, False)
     assert "tensor parallel" in after["plan"]
 
 
