@@ -53,6 +53,8 @@ _POLICY = (
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 """Lets a browser run the page's own files, and ask this server; no more."""
+_NO_SNIFF = {"X-Content-Type-Options": "nosniff"}
+"""Keeps a browser from taking data, which may contain texts of clients, for anything else."""
 
 
 def add_page(app: FastAPI) -> set[str]:
@@ -76,7 +78,7 @@ async def file(name: str, request: Request) -> Response:
     """A file of the page. A browser asks each time, and gets it only if it has changed."""
     if (found := _files().get(name)) is None:
         raise ApiError(404, f"the page has no file {name!r}", "not_found")
-    headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache", "ETag": found.tag}
+    headers = _NO_SNIFF | {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache", "ETag": found.tag}
     if found.tag in request.headers.get("If-None-Match", ""):
         return Response(status_code=304, headers=headers)
     return Response(found.content, media_type=found.media_type, headers=headers)
@@ -109,7 +111,8 @@ async def numbers(state: AppState, request: Request) -> Response:
             "replicas": [_replica(state, each) for each in frontend.client.replicas],
             "plan": state.plan,
             "warnings": [msgspec.structs.asdict(each) for each in warnings[-20:]],
-        }
+        },
+        headers=_NO_SNIFF,
     )
 
 
@@ -134,7 +137,8 @@ async def requests(state: AppState, request: Request) -> Response:
     found, total, silent = await list_requests(state.frontend.client, own)
     if own is None and not may_administrate(request, state):
         found = []
-    return json_response({"requests": [asdict(each) for each in found], "total": total, "silent": silent})
+    body = {"requests": [asdict(each) for each in found], "total": total, "silent": silent}
+    return json_response(body, headers=_NO_SNIFF)
 
 
 @router.delete("/ui/requests/{handle}", dependencies=[AdminOrLocal], status_code=204)
@@ -169,7 +173,7 @@ def _files() -> dict[str, _File]:
 def _history(history: History, after: float, may_zip: bool) -> Response:
     now = time.time()
     content = encode_json({"interval": INTERVAL, "time": now, "columns": history.after(after, now)})
-    headers = {"Vary": "Accept-Encoding"}
+    headers = _NO_SNIFF | {"Vary": "Accept-Encoding"}
     if may_zip and len(content) > _LONG:
         content, headers["Content-Encoding"] = gzip.compress(content, _LEVEL), "gzip"
     return Response(content, headers=headers, media_type="application/json")

@@ -60,6 +60,11 @@ async def test_the_page_needs_nothing_from_outside(server: Server) -> None:
     assert "/ui" not in (await server.http.get("/openapi.json")).json()["paths"]
 
 
+@pytest.mark.parametrize("path", ["/", "/ui/files/page.js", "/ui/state", "/ui/history", "/ui/requests"])
+async def test_browsers_take_answers_for_what_they_are(server: Server, path: str) -> None:
+    assert (await server.http.get(path)).headers["x-content-type-options"] == "nosniff"
+
+
 async def test_numbers_are_those_of_the_engine(server: Server) -> None:
     await server.openai.completions.create(model="echo", prompt="hello", max_tokens=4)
     await server.until_idle()
