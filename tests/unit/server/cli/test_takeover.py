@@ -89,7 +89,7 @@ def test_an_offer_outlives_a_lack_of_files(monkeypatch: pytest.MonkeyPatch, capl
 
     failures: list[OSError] = []
     with monkeypatch.context() as patched:
-        patched.setattr(takeover.socket, "socket", Scarce)
+        patched.setattr(socket, "socket", Scarce)
         running = Running()
     predecessor = running.find()
     predecessor.end()
