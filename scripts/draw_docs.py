@@ -136,9 +136,9 @@ def processes() -> str:
     drawing.box(20, rows[0] + 12, 70, 40, GREY, "client")
     drawing.arrow((93, rows[0] + height / 2), (left[0] - 3, rows[0] + height / 2), both=True)
     drawing.text(130, rows[0] + 22, "HTTP, SSE", size=13, colour=QUIET)
-    x, y = left[2] + width / 2, rows[0] + height + 34
-    drawing.arrow((x, y - 31), (x, y), (left[1] + width / 2, y), (left[1] + width / 2, rows[1] - 3), both=True)
-    drawing.text(x + 8, y + 4, "ZMQ", anchor="start", size=13, colour=QUIET)
+    right, y = left[2] + width / 2, rows[0] + height + 34
+    drawing.arrow((right, y - 31), (right, y), (left[1] + width / 2, y), (left[1] + width / 2, rows[1] - 3), both=True)
+    drawing.text(right + 8, y + 4, "ZMQ", anchor="start", size=13, colour=QUIET)
     top, bottom = rows[1] + height + 3, rows[2] - 3
     drawing.arrow((left[2] + 20, top), (left[2] + 20, bottom - 24))
     drawing.text(left[2] + 12, top + 37, "SchedulerOutput", anchor="end", size=13, colour=QUIET)
