@@ -122,14 +122,14 @@ class ReplicaCalls:
         self,
         replica: Replica,
         message: Probe | ListRequests | StartProfile | StopProfile | ClockPing,
-        seconds: float = PROBE_SECONDS,
+        seconds: float | None = None,
     ) -> asyncio.Future[Reply]:
         """Send a message and wait for its reply: the future is done, cancelled if the replica has died, or pending."""
         key = replica.number, message.call_id
         answer = self.waiting[key] = asyncio.get_running_loop().create_future()
         replica.send(message)
         try:
-            await asyncio.wait((answer,), timeout=seconds)
+            await asyncio.wait((answer,), timeout=PROBE_SECONDS if seconds is None else seconds)
         finally:
             del self.waiting[key]
         return answer
