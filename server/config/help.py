@@ -53,9 +53,6 @@ class _Line(argparse.Action):
     def __init__(self, head: str, text: str = "") -> None:
         super().__init__([], "", metavar=head, help=text.replace("%", "%%"))
 
-    def __call__(self, *_: object) -> None:
-        raise NotImplementedError
-
 
 class HelpAction(argparse.Action):
     """Prints help and exits: `--help`, `--help=GROUP`, `--help=FLAG`, `--help=WORD` or `--help=all`.
