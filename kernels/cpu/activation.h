@@ -53,27 +53,9 @@ inline Floats silu_clamped(Floats gate, Floats up) {
   return silu(gate) * up;
 }
 
-// Calls `body(f)` for the activation of that name, where `f(gate, up)` is the gated activation.
-template <typename Body>
-void for_gated(std::string_view name, Body&& body) {
-  if (name == "silu") return body([](Floats gate, Floats up) { return silu(gate) * up; });
-  if (name == "gelu") return body([](Floats gate, Floats up) { return gelu(gate) * up; });
-  if (name == "gelu_tanh") return body([](Floats gate, Floats up) { return gelu_tanh(gate) * up; });
-  if (name == "relu") return body([](Floats gate, Floats up) { return relu(gate) * up; });
-  if (name == "relu2") return body([](Floats gate, Floats up) { return relu2(gate) * up; });
-  if (name == "swiglu_oai") return body([](Floats gate, Floats up) { return swiglu_oai(gate, up); });
-  if (name == "silu_7") return body([](Floats gate, Floats up) { return limited_silu<7>(gate, up); });
-  if (name == "silu_16") return body([](Floats gate, Floats up) { return limited_silu<16>(gate, up); });
-  if (name == "silu_clamped") return body([](Floats gate, Floats up) { return silu_clamped(gate, up); });
-  STD_TORCH_CHECK(false, "no CPU kernel for the activation ", name);
-}
-
 using Gated = Floats (*)(Floats gate, Floats up);
 
-inline Gated find_gated(std::string_view name) {
-  Gated gated = nullptr;
-  for_gated(name, [&](auto function) { gated = function; });
-  return gated;
-}
+// The gated activation of that name.
+QUIRE_EXPORT Gated find_gated(std::string_view name);
 
 }  // namespace quire

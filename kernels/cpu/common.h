@@ -25,6 +25,9 @@
   STABLE_TORCH_LIBRARY_FRAGMENT(quire, m) { m.def(#name schema); } \
   STABLE_TORCH_LIBRARY_IMPL(quire, CPU, m) { m.impl(#name, TORCH_BOX(&name)); }
 
+// What kernels of the second library need of the first one: see compiler.py.
+#define QUIRE_EXPORT __attribute__((visibility("default")))
+
 namespace quire {
 
 using torch::headeronly::BFloat16;

@@ -7,6 +7,21 @@
 namespace quire {
 namespace {
 
+// Calls `body(f)` for the activation of that name, where `f(gate, up)` is the gated activation.
+template <typename Body>
+void for_gated(std::string_view name, Body&& body) {
+  if (name == "silu") return body([](Floats gate, Floats up) { return silu(gate) * up; });
+  if (name == "gelu") return body([](Floats gate, Floats up) { return gelu(gate) * up; });
+  if (name == "gelu_tanh") return body([](Floats gate, Floats up) { return gelu_tanh(gate) * up; });
+  if (name == "relu") return body([](Floats gate, Floats up) { return relu(gate) * up; });
+  if (name == "relu2") return body([](Floats gate, Floats up) { return relu2(gate) * up; });
+  if (name == "swiglu_oai") return body([](Floats gate, Floats up) { return swiglu_oai(gate, up); });
+  if (name == "silu_7") return body([](Floats gate, Floats up) { return limited_silu<7>(gate, up); });
+  if (name == "silu_16") return body([](Floats gate, Floats up) { return limited_silu<16>(gate, up); });
+  if (name == "silu_clamped") return body([](Floats gate, Floats up) { return silu_clamped(gate, up); });
+  STD_TORCH_CHECK(false, "no CPU kernel for the activation ", name);
+}
+
 Tensor act_mul(const Tensor& x, std::string_view activation) {
   const Tensor rows = as_contiguous(x);
   const int64_t width = rows.size(-1) / 2, count = width ? rows.numel() / (2 * width) : 0;
@@ -177,6 +192,12 @@ Tensor rotary_write_kv(const Tensor& query, const Tensor& key, const std::option
 }
 
 }  // namespace
+
+Gated find_gated(std::string_view name) {
+  Gated gated = nullptr;
+  for_gated(name, [&](auto function) { gated = function; });
+  return gated;
+}
 
 QUIRE_OPERATION(act_mul, "(Tensor x, str activation) -> Tensor")
 QUIRE_OPERATION(rms_norm, "(Tensor x, Tensor weight, float eps, float offset) -> Tensor")

@@ -7,7 +7,7 @@
 // token, in the order of experts. So a token's result depends neither on other tokens nor on the number of threads.
 
 #include "activation.h"
-#include "coded.h"
+#include "packed_tiles.h"
 
 namespace quire {
 namespace {
@@ -163,8 +163,7 @@ struct Matrices {
   }
 
   // Whether they are for rows of `inputs` inputs.
-  template <typename Form>
-  bool match(Form form, int64_t inputs) const {
+  bool match(const TileForm& form, int64_t inputs) const {
     return form.steps(inputs) == steps && steps * form.step_bytes() == tile_bytes;
   }
 
@@ -178,13 +177,12 @@ struct Matrices {
     };
   }
 
-  // The results of a tile's sums for lanes from `i` on: scaled by row and feature, plus the bias.
-  template <typename Form>
-  Floats value(const Rows<Form>& rows, int64_t row, int64_t expert, int64_t number, int i,
-               typename Form::Sum sum) const {
-    const int64_t feature = (expert * tiles + number) * kTile + i;
-    const Floats product = rows.value(row, sum, scales, feature);
-    return biases ? product + load(biases + feature) : product;
+  // An expert's scales, or null.
+  const float* expert_scales(int64_t expert) const { return scales ? scales + expert * tiles * kTile : nullptr; }
+
+  // A tile's values of lanes from `i` on, plus the bias.
+  Floats add_bias(int64_t expert, int64_t number, int i, Floats value) const {
+    return biases ? value + load(biases + (expert * tiles + number) * kTile + i) : value;
   }
 };
 
@@ -199,13 +197,14 @@ const char* gather(const char* x, int64_t stride, const Assignment* assignments,
   return memory.data();
 }
 
-template <typename Form, typename T>
+template <typename T>
 struct Mixture {
+  const TileForm &form, &down_form;
   const std::vector<Assignment>& assignments;
   const std::vector<ExpertRange>& expert_ranges;
 
   // out: [assignments, 16 * tiles], `gated` applied to gates and ups; without gates [assignments, 32 * tiles].
-  void gate_up(const Rows<Form>& rows, const Matrices& matrices, Gated gated, bool has_gates, T* out) const {
+  void gate_up(const Rows& rows, const Matrices& matrices, Gated gated, bool has_gates, T* out) const {
     const int64_t tiles = matrices.tiles, part = has_gates ? kHalf : kTile, width = tiles * part;
     int64_t work = 0;  // of all tiles, in rows
     for (const ExpertRange& e : expert_ranges) work += tiles * (e.count + kReadingRows);
@@ -222,12 +221,12 @@ struct Mixture {
         if (first == last) continue;
         const char* after = i + 1 < expert_ranges.size() ? matrices.tile(expert_ranges[i + 1].expert, 0) : nullptr;
         const auto get_rows = [&](int64_t row, int64_t count) {
-          return gather(rows.data, rows.stride, &assignments[e.first + row], count);
+          return gather(rows.row(0), rows.stride, &assignments[e.first + row], count);
         };
-        multiply_tiles(rows.form, e.count, rows.stride, matrices.steps, first, last, get_rows,
-                       matrices.pieces(e.expert, tiles, after), [&](int64_t tile, int64_t row, const auto& sums) {
-          const int64_t token = assignments[e.first + row].token;
-          const auto value = [&](int j) { return matrices.value(rows, token, e.expert, tile, j, sums[j / kLanes]); };
+        multiply_tiles(form, matrices.expert_scales(e.expert), e.count, rows.stride, matrices.steps, first, last,
+                       get_rows, matrices.pieces(e.expert, tiles, after),
+                       [&](int64_t tile, int64_t row, const TileSums& values) {
+          const auto value = [&](int j) { return matrices.add_bias(e.expert, tile, j, values[j / kLanes]); };
           T* to = out + (e.first + row) * width + tile * part;
           for (int j = 0; j < part; j += kLanes) {
             store(to + j, gated(value(j), has_gates ? value(j + kHalf) : broadcast(1.0f)));
@@ -238,7 +237,7 @@ struct Mixture {
   }
 
   // total: [tokens, hidden], the weighted sums of the experts' rows.
-  void down(const Rows<Form>& rows, const Matrices& matrices, int64_t tokens, int64_t hidden, float* total,
+  void down(const Rows& rows, const Matrices& matrices, int64_t tokens, int64_t hidden, float* total,
             T* out) const {
     int64_t work = 0;
     for (const ExpertRange& e : expert_ranges) work += e.count + kReadingRows;
@@ -249,13 +248,14 @@ struct Mixture {
       for (size_t i = 0; i < expert_ranges.size(); ++i) {
         const ExpertRange& e = expert_ranges[i];
         const char* after = i + 1 < expert_ranges.size() ? matrices.tile(expert_ranges[i + 1].expert, begin) : nullptr;
-        const auto get_rows = [&](int64_t row, int64_t) { return rows.data + (e.first + row) * rows.stride; };
-        multiply_tiles(rows.form, e.count, rows.stride, matrices.steps, begin, end, get_rows,
-                       matrices.pieces(e.expert, end, after), [&](int64_t tile, int64_t row, const auto& sums) {
+        const auto get_rows = [&](int64_t row, int64_t) { return rows.row(e.first + row); };
+        multiply_tiles(down_form, matrices.expert_scales(e.expert), e.count, rows.stride, matrices.steps, begin, end,
+                       get_rows, matrices.pieces(e.expert, end, after),
+                       [&](int64_t tile, int64_t row, const TileSums& values) {
           const Assignment& assignment = assignments[e.first + row];
           float* to = total + assignment.token * hidden + tile * kTile;
           for_vectors(std::min<int64_t>(kTile, hidden - tile * kTile), [&](int64_t j, auto n) {
-            const Floats value = matrices.value(rows, e.first + row, e.expert, tile, j, sums[j / kLanes]);
+            const Floats value = matrices.add_bias(e.expert, tile, j, values[j / kLanes]);
             store(to + j, load(to + j, n) + assignment.weight * value, n);
           });
         });
@@ -272,31 +272,31 @@ struct Mixture {
 
 // x: [tokens, hidden]; weights float32 and ids int64, [tokens, top_k]: ids of experts on other ranks add nothing.
 // gate_up: 16 gates then 16 ups per tile; down: of `inner` inputs, 16 for each tile of gate_up. Without gates, gate_up has
-// 32 ups per tile, and down as many inputs. Calls `body(run)`, where `run<Form, T>(form, down_form)` computes the result
-// with tiles of these forms.
-template <typename Body>
-Tensor mix_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Matrices& first,
-                   const Matrices& second, std::string_view activation, bool has_gates, Body&& body) {
+// 32 ups per tile, and down as many inputs.
+Tensor mix_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const TileForm& form,
+                   const Matrices& first, const TileForm& down_form, const Matrices& second,
+                   std::string_view activation, bool has_gates) {
   const int64_t tokens = x.size(0), hidden = x.size(1), inner = first.tiles * (has_gates ? kHalf : kTile);
+  const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(ids.sizes() == weights.sizes() && ids.size(0) == tokens && ids.scalar_type() == ScalarType::Long &&
                       weights.scalar_type() == ScalarType::Float,
                   "weights must be float32 and ids int64, both [tokens, top_k]");
+  STD_TORCH_CHECK(first.match(form, hidden) && second.match(down_form, inner) && first.experts == second.experts &&
+                      (hidden + kTile - 1) / kTile == second.tiles,
+                  "the shapes of x, gate_up and down do not match");
   const Tensor from = as_contiguous(x);
   const auto [assignments, expert_ranges] = sort_by_expert(as_contiguous(weights), as_contiguous(ids), first.experts);
-  Tensor out = empty(x.sizes(), from.scalar_type());
-  Tensor between = empty({int64_t(assignments.size()), inner}, from.scalar_type());
-  Tensor total = x.scalar_type() == ScalarType::Float ? out : empty(x.sizes(), ScalarType::Float);
+  const auto count = static_cast<int64_t>(assignments.size());
+  Tensor out = empty(x.sizes(), type);
+  Tensor between = empty({count, inner}, type);
+  Tensor total = type == ScalarType::Float ? out : empty(x.sizes(), ScalarType::Float);
   const Gated gated = find_gated(activation);
-  body([&]<typename Form, typename T>(Form form, Form down_form) {
-    STD_TORCH_CHECK(first.match(form, hidden) && second.match(down_form, inner) && first.experts == second.experts &&
-                        (hidden + kTile - 1) / kTile == second.tiles,
-                    "the shapes of x, gate_up and down do not match");
-    const Mixture<Form, T> mixture{assignments, expert_ranges};
+  for_type(type, [&]<typename T>() {
+    const Mixture<T> mixture{form, down_form, assignments, expert_ranges};
     T* const middle = between.mutable_data_ptr<T>();
-    mixture.gate_up(Rows<Form>(form, from.const_data_ptr<T>(), tokens, hidden), first, gated, has_gates,
-                    middle);
-    mixture.down(Rows<Form>(down_form, middle, assignments.size(), inner), second, tokens, hidden,
-                 total.mutable_data_ptr<float>(), out.mutable_data_ptr<T>());
+    mixture.gate_up(Rows(form, from.const_data_ptr(), type, tokens, hidden), first, gated, has_gates, middle);
+    mixture.down(Rows(down_form, middle, type, count, inner), second, tokens, hidden, total.mutable_data_ptr<float>(),
+                 out.mutable_data_ptr<T>());
   });
   return out;
 }
@@ -309,21 +309,16 @@ Tensor packed_experts(const Tensor& x, const Tensor& weights, const Tensor& ids,
                       const std::optional<Tensor>& down_bias, std::string_view activation, bool gated) {
   const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
   STD_TORCH_CHECK(gate_up.scalar_type() == down.scalar_type());
-  return mix_experts(x, weights, ids, first, second, activation, gated, [&](auto run) {
-    if (!first.scales && gate_up.scalar_type() != ScalarType::Byte) {
-      return for_tiled(x.scalar_type(), gate_up.scalar_type(),
-                       [&]<typename Form, typename T>() { run.template operator()<Form, T>({}, {}); });
-    }
-    for_type(x.scalar_type(), [&]<typename T>() {
-      if (first.scales && second.scales) {
-        STD_TORCH_CHECK(std::max(x.size(1), first.tiles * (gated ? kHalf : kTile)) <= kMostBytes,
-                        "more than 65,536 inputs are not supported: sums may overflow 32 bits");
-        run.template operator()<Byte, T>({}, {});
-      } else {
-        run.template operator()<Int4, T>(Int4::of_step(gate_up.size(3)), Int4::of_step(down.size(3)));
-      }
-    });
-  });
+  const auto form = [&](const Tensor& tiles) {
+    if (first.scales && second.scales) return int8_form();
+    if (tiles.scalar_type() == ScalarType::Byte) return int4_form(tiles.size(3));
+    return tiled_form(x.scalar_type(), tiles.scalar_type());
+  };
+  if (first.scales) {
+    STD_TORCH_CHECK(std::max(x.size(1), first.tiles * (gated ? kHalf : kTile)) <= kMostBytes,
+                    "more than 65,536 inputs are not supported: sums may overflow 32 bits");
+  }
+  return mix_experts(x, weights, ids, *form(gate_up), first, *form(down), second, activation, gated);
 }
 
 // The experts' weights are tiles as for `coded_linear`; scales and biases as for `packed_experts`.
@@ -333,15 +328,11 @@ Tensor coded_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, 
                      std::string_view values, const Tensor& table, int64_t gate_up_group, int64_t gate_up_factors,
                      int64_t down_group, int64_t down_factors, bool gated) {
   const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
-  return mix_experts(x, weights, ids, first, second, activation, gated, [&](auto run) {
-    with_values(values, table, [&]<typename Values>(Values each) {
-      for_type(x.scalar_type(), [&]<typename T>() {
-        const CodedFor<Values, T> form(each, gate_up_group, gate_up_factors, gate_up.size(3)),
-            down_form(each, down_group, down_factors, down.size(3));
-        run.template operator()<CodedFor<Values, T>, T>(form, down_form);
-      });
-    });
-  });
+  const auto form = [&](const Tensor& tiles, int64_t group, int64_t factors) {
+    return coded_form(values, table, group, factors, tiles.size(3), x.scalar_type());
+  };
+  return mix_experts(x, weights, ids, *form(gate_up, gate_up_group, gate_up_factors), first,
+                     *form(down, down_group, down_factors), second, activation, gated);
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace quire {
 
 // Calls `work(body, piece)` for the pieces 0 to pieces - 1, on any thread, and rethrows an exception. One loop at a
 // time is shared: a concurrent or nested loop runs on its own thread only.
-void share(int64_t pieces, int threads, void (*work)(const void* body, int64_t piece), const void* body);
+QUIRE_EXPORT void share(int64_t pieces, int threads, void (*work)(const void* body, int64_t piece), const void* body);
 
 constexpr int64_t kPieces = 2;  // per thread: more cost as much as they gain
 

@@ -186,6 +186,14 @@ inline Ints add_pairs(Ints sum, Shorts a, Shorts b) {
 #endif
 }
 
+#ifdef __AVX512BF16__
+// With two bfloat16 per lane, adds the sum of their products with the two at `x`.
+inline Floats add_bfloat16_pairs(Floats sum, Words pairs, const char* x) {
+  return _mm512_dpbf16_ps(sum, std::bit_cast<__m512bh>(pairs),
+                          std::bit_cast<__m512bh>(_mm512_set1_epi32(read<int32_t>(x))));
+}
+#endif
+
 // The words of `a` and `b` in turns.
 inline std::pair<Words, Words> interleave(Words a, Words b) {
   return [&]<int... I>(std::integer_sequence<int, I...>) {
