@@ -41,8 +41,11 @@ def prepare(
     dtype: torch.dtype = torch.float32,
     config: AttentionConfig | None = None,
     formats: Collection[QuantizedFormat] = check.FORMATS,
+    *,
+    complete: bool = True,
 ) -> Callable[[], None]:
-    """Load the device's kernels in the background; call the returned function to wait for them.
+    """Load the device's kernels in the background; call the returned function to wait for them. If not `complete`, CPU
+    kernels that only special layers and formats need are not loaded: see `cpu.load`.
 
     If a kernel cannot be compiled, or a GPU kernel disagrees with the reference for `dtype`, the model's `config` or
     the `formats` of its weights, a warning is logged and the reference is used instead. The returned function raises
@@ -51,7 +54,10 @@ def prepare(
     device, config = torch.device(device), config or AttentionConfig()
     if device.type == "cuda":
         device = torch.empty(0, device=device).device  # with its index
-    load = _load_cpu if device.type == "cpu" else functools.partial(_load_triton, dtype=dtype, formats=formats)
+    if device.type == "cpu":
+        load = functools.partial(_load_cpu, complete=complete)
+    else:
+        load = functools.partial(_load_triton, dtype=dtype, formats=formats)
     failures: list[Exception] = []
 
     def run() -> None:
@@ -73,12 +79,12 @@ def prepare(
     return wait
 
 
-def _load_cpu(device: torch.device, config: AttentionConfig) -> None:
+def _load_cpu(device: torch.device, config: AttentionConfig, complete: bool) -> None:
     _choose(device, torch.float32, config)
     if "cpu" in PLATFORMS:
         return
     try:
-        cpu.load()
+        cpu.load(complete=complete)
     except cpu.CannotBuild as error:
         logger.warning("the CPU kernels cannot be compiled; using the slower reference: %s", error)
     else:

@@ -25,6 +25,10 @@ import torch
 from tqdm import tqdm
 
 from quire import kernels
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec, TransformersLayerSpec
+from quire.engine.architecture.residual_spec import ConnectionSpec
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed import parallel_state
@@ -71,7 +75,8 @@ class Worker:
             meter = CudaMemoryMeter(device.index)
             torch.cuda.set_device(device)
         dtype = getattr(torch, config.model.dtype)
-        wait_for_kernels = kernels.prepare(device, dtype, attention_config(config), quantized_formats(config))
+        formats, complete = quantized_formats(config), needs_all_kernels(config)
+        wait_for_kernels = kernels.prepare(device, dtype, attention_config(config), formats, complete=complete)
         self._parallel_state = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
         connected, waited = time.perf_counter(), 0.0
 
@@ -217,6 +222,24 @@ def main(
         worker.close()
     except Exception as error:
         _fail(rank, error, reports)
+
+
+def needs_all_kernels(config: EngineConfig) -> bool:
+    """Whether a rank needs CPU kernels that are not compiled first: for quantized weights, or for layers of the model
+    or of a drafter that are not known to be plain."""
+
+    def is_plain(layer: LayerSpec) -> bool:
+        attention, feed_forward = layer.attention, layer.feed_forward
+        return (
+            not isinstance(layer, TransformersLayerSpec)  # it may have experts
+            and (isinstance(attention, AttentionSpec) and attention.indexer is None)
+            and layer.state is None
+            and (feed_forward is None or isinstance(feed_forward, MLPSpec))
+            and not isinstance(layer.residual, ConnectionSpec)
+        )
+
+    layers = (layer for each in config.with_drafter for layer in each.model.architecture.layers)
+    return bool(quantized_formats(config)) or not all(map(is_plain, layers))
 
 
 def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.cache import StateSegments
-from quire.kernels.cpu.build import CannotBuild, load
+from quire.kernels.cpu.build import CannotBuild, Operations, load
 from quire.kernels.quantized import VALUES
 
 __all__ = [
@@ -51,22 +51,23 @@ __all__ = [
 
 _LARGEST_BLOCK = 256
 """Tokens of a block whose score is computed in C++ (`kStepKeys`)."""
+_operations = Operations()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    out: Tensor = torch.ops.quire.rms_norm(x, weight, eps, offset)
+    out: Tensor = _operations.rms_norm(x, weight, eps, offset)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    out: tuple[Tensor, Tensor] = torch.ops.quire.add_rms_norm(x, residual, weight, eps, offset)
+    out: tuple[Tensor, Tensor] = _operations.add_rms_norm(x, residual, weight, eps, offset)
     return out
 
 
 def rotary_write_kv(
     query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.rotary_write_kv(query, key, value, cos_sin, cache, slots)
+    out: Tensor = _operations.rotary_write_kv(query, key, value, cos_sin, cache, slots)
     return out
 
 
@@ -82,7 +83,7 @@ def select_blocks(
 ) -> Tensor:
     if size > _LARGEST_BLOCK:
         return reference.select_blocks(query, cache, block_tables, sequence_lengths, query_starts, size, count, local)
-    out: Tensor = torch.ops.quire.select_blocks(
+    out: Tensor = _operations.select_blocks(
         query, cache, block_tables, sequence_lengths, query_starts, size, count, local
     )
     return out
@@ -98,7 +99,7 @@ def select_tokens(
     top_k: int,
     tokens_per_key: int = 1,
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.select_tokens(
+    out: Tensor = _operations.select_tokens(
         query, weights, cache, block_tables, sequence_lengths, query_starts, top_k, tokens_per_key
     )
     return out
@@ -107,7 +108,7 @@ def select_tokens(
 def sparse_attention(
     query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.sparse_attention(query, cache, slots, counts, scale, sinks)
+    out: Tensor = _operations.sparse_attention(query, cache, slots, counts, scale, sinks)
     return out
 
 
@@ -124,7 +125,7 @@ def compress_tokens(
     query_starts: Tensor,
     entry_tables: Tensor,
 ) -> None:
-    torch.ops.quire.compress_tokens(
+    _operations.compress_tokens(
         inputs,
         position_bias,
         weight,
@@ -151,21 +152,21 @@ def mhc_pre(
     magnitude: float = 2.0,
     output_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out: tuple[Tensor, Tensor, Tensor] = torch.ops.quire.mhc_pre(
+    out: tuple[Tensor, Tensor, Tensor] = _operations.mhc_pre(
         x, function, base, scale, num_streams, norm_eps, eps, iterations, magnitude, output_eps
     )
     return out
 
 
 def mhc_post(x: Tensor, streams: Tensor, outputs: Tensor, mixed: Tensor) -> Tensor:
-    out: Tensor = torch.ops.quire.mhc_post(x, streams, outputs, mixed)
+    out: Tensor = _operations.mhc_post(x, streams, outputs, mixed)
     return out
 
 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, segments: StateSegments, *, silu: bool = True
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.causal_conv(x, weight, bias, inputs, *segments, silu)
+    out: Tensor = _operations.causal_conv(x, weight, bias, inputs, *segments, silu)
     return out
 
 
@@ -182,7 +183,7 @@ def linear_attention(
     *,
     is_delta: bool = True,
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.linear_attention(
+    out: Tensor = _operations.linear_attention(
         query, key, value, decay, beta, matrices, *segments, scale, eps, is_delta
     )
     return out
@@ -191,47 +192,47 @@ def linear_attention(
 def selective_scan(
     x: Tensor, step: Tensor, rates: Tensor, key: Tensor, query: Tensor, matrices: Tensor, segments: StateSegments
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.selective_scan(x, step, rates, key, query, matrices, *segments)
+    out: Tensor = _operations.selective_scan(x, step, rates, key, query, matrices, *segments)
     return out
 
 
 def wkv(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, matrices: Tensor, segments: StateSegments) -> Tensor:
-    out: Tensor = torch.ops.quire.wkv(key, value, decay, bonus, matrices, *segments)
+    out: Tensor = _operations.wkv(key, value, decay, bonus, matrices, *segments)
     return out
 
 
 def act_mul(x: Tensor, activation: str) -> Tensor:
-    out: Tensor = torch.ops.quire.act_mul(x, activation)
+    out: Tensor = _operations.act_mul(x, activation)
     return out
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    quantized, scales = torch.ops.quire.quantize_rows(x)
+    quantized, scales = _operations.quantize_rows(x)
     return quantized, scales
 
 
 def scale_rows(x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    out: Tensor = torch.ops.quire.scale_rows(x, scales, bias, dtype)
+    out: Tensor = _operations.scale_rows(x, scales, bias, dtype)
     return out
 
 
 def pack_tiles(weight: Tensor, per_word: int = 1, gated: bool = False) -> Tensor:
-    out: Tensor = torch.ops.quire.pack_tiles(weight, per_word, gated)
+    out: Tensor = _operations.pack_tiles(weight, per_word, gated)
     return out
 
 
 def pack_int8_tiles(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor]:
-    quantized, scales = torch.ops.quire.pack_int8_tiles(weight, gated)
+    quantized, scales = _operations.pack_int8_tiles(weight, gated)
     return quantized, scales
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    quantized, scales = torch.ops.quire.quantize_weight(weight)
+    quantized, scales = _operations.quantize_weight(weight)
     return quantized, scales
 
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
-    out: Tensor = torch.ops.quire.tiled_linear(x, weight, bias, features, activation)
+    out: Tensor = _operations.tiled_linear(x, weight, bias, features, activation)
     return out
 
 
@@ -245,24 +246,24 @@ def int8_linear(
     rounding: Tensor | None = None,
     excess: Tensor | None = None,
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.int8_linear(x, weight, scales, bias, features, activation, rounding, excess)
+    out: Tensor = _operations.int8_linear(x, weight, scales, bias, features, activation, rounding, excess)
     return out
 
 
 def pack_int4_tiles(weight: Tensor, group: int, gated: bool = False) -> Tensor:
-    out: Tensor = torch.ops.quire.pack_int4_tiles(weight, group, gated)
+    out: Tensor = _operations.pack_int4_tiles(weight, group, gated)
     return out
 
 
 def int4_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
-    out: Tensor = torch.ops.quire.int4_linear(x, weight, bias, features, activation)
+    out: Tensor = _operations.int4_linear(x, weight, bias, features, activation)
     return out
 
 
 def pack_coded_tiles(
     codes: Tensor, scales: Tensor | None, offsets: Tensor | None, group: int, bits: int, wide: bool, gated: bool = False
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.pack_coded_tiles(codes, scales, offsets, group, bits, wide, gated)
+    out: Tensor = _operations.pack_coded_tiles(codes, scales, offsets, group, bits, wide, gated)
     return out
 
 
@@ -277,7 +278,7 @@ def coded_linear(
     factors: int,
     activation: str = "",
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.coded_linear(
+    out: Tensor = _operations.coded_linear(
         x, tiles, scales, bias, features, values, VALUES[values], group, factors, activation
     )
     return out
@@ -296,7 +297,7 @@ def route(
     ineligible: float = -math.inf,
     correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    weights, ids = torch.ops.quire.route(
+    weights, ids = _operations.route(
         logits, top_k, scoring, renormalize, scale, groups, top_groups, group_score, ineligible, correction_bias
     )
     return weights, ids
@@ -315,7 +316,7 @@ def packed_experts(
     activation: str,
     gated: bool = True,
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.packed_experts(
+    out: Tensor = _operations.packed_experts(
         x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation, gated
     )
     return out
@@ -339,7 +340,7 @@ def coded_experts(
     down_factors: int,
     gated: bool = True,
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.coded_experts(
+    out: Tensor = _operations.coded_experts(
         x,
         weights,
         ids,
@@ -375,23 +376,23 @@ def paged_attention(
     slopes: Tensor | None = None,
     biases: Tensor | None = None,
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.paged_attention(
+    out: Tensor = _operations.paged_attention(
         query, cache, block_tables, sequence_lengths, query_starts, scale, window, softcap, sinks, slopes, biases
     )
     return out
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    torch.ops.quire.apply_bitmask(logits, rows, masks)
+    _operations.apply_bitmask(logits, rows, masks)
 
 
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    out: Tensor = _operations.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
     return out
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    out: Tensor = torch.ops.quire.uniform_noise(seeds, positions, ids)
+    out: Tensor = _operations.uniform_noise(seeds, positions, ids)
     return out

@@ -41,7 +41,15 @@ def compiler(command: str, folder: Path = FOLDER, python: str = sys.executable, 
 
 
 def main(command: str, objects: Path, arguments: list[str]) -> int:
-    """The exit status of the compiler, which is called only if there is no such object."""
+    """The exit status of the compiler, which is called only if there is no such object.
+
+    Headers are not precompiled: most often, no object needs them, and sources include them anyway.
+    """
+    if "c++-header" in arguments:
+        return 0
+    if "-include" in arguments:
+        place = arguments.index("-include")
+        del arguments[place : place + 2]
     if "-c" not in arguments or "-march=native" in arguments:
         return subprocess.call([command, *arguments])
     options, source, target = split(arguments)

@@ -6,12 +6,19 @@ import multiprocessing
 import os
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from quire.engine.architecture.attention_spec import GroupIndexerSpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import TransformersLayerSpec
+from quire.engine.architecture.recurrent_spec import ShortConvSpec
+from quire.engine.architecture.residual_spec import HyperConnectionSpec
 from quire.engine.distributed.communicator import GroupParallel
 from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.engine.executor.local_ranks import find_late_ranks
@@ -20,6 +27,7 @@ from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed,
 from quire.engine.worker import worker as workers
 from quire.engine.worker.async_copies import AsyncOutput, AsyncRead
 from quire.engine.worker.worker import Reports, is_in_collective
+from tests.fakes.configs import NORM, TINY, TINY_ATTENTION, TINY_LAYER, engine_config
 from tests.fakes.model_logits import CPU
 
 
@@ -131,3 +139,32 @@ def test_a_stack_shows_whether_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> 
     parallel.all_reduce(torch.zeros(1))
     assert found[2:] == [True, False]  # through shared memory, `is_ahead` tells
     assert not is_in_collective(None)
+
+
+MOE = MoESpec(num_experts=4, top_k=2, intermediate_size=8)
+CONV = ShortConvSpec(width=32, conv_size=3)
+INDEXER = GroupIndexerSpec(num_heads=2, head_dim=4, norm=NORM, size=4, num_groups=2)
+STREAMS = HyperConnectionSpec(num_streams=2, iterations=0, eps=0.0, norm=NORM)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({}, False),
+        ({"feed_forward": None}, False),
+        ({"feed_forward": MOE}, True),
+        ({"attention": None, "state": CONV}, True),
+        ({"state": CONV}, True),
+        ({"residual": STREAMS}, True),
+        ({"attention": replace(TINY_ATTENTION, indexer=INDEXER)}, True),
+    ],
+)
+def test_a_model_of_plain_layers_does_not_wait_for_all_kernels(changes: dict[str, Any], needed: bool) -> None:
+    model = replace(TINY, layers=(replace(TINY_LAYER, **changes),) * TINY.num_layers)
+    assert workers.needs_all_kernels(engine_config(architecture=model)) == needed
+
+
+def test_layers_of_transformers_may_need_all_kernels() -> None:
+    layer = TransformersLayerSpec(attention=TINY_ATTENTION, feed_forward=None, linears=(), others=0)
+    model = replace(TINY, layers=(layer,))
+    assert workers.needs_all_kernels(engine_config(architecture=model))
