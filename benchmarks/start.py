@@ -1,9 +1,11 @@
 """The time from `quire serve` to the first answer, by phases, with and without packed weights on disk.
 
 .venv/bin/python benchmarks/start.py --base ../quire-before
+.venv/bin/python benchmarks/start.py --base ../quire-before --models demo --rounds 3 --first
 
 Each round starts every model once in each way, in turns: the checkout `--base`, with its own .venv, if one is given;
-this checkout without a packed cache (`cold`: it packs the weights, and writes them); and again with it (`warm`).
+this checkout without a packed cache (`cold`: it packs the weights, and writes them); and again with it (`warm`). With
+`--first`, each checkout also starts with no kernels compiled, as after its installation (`first`, `base first`).
 Processor time is the sum over all processes of the server until the first answer. Files come from the page cache.
 """
 
@@ -46,14 +48,16 @@ class Start:
     phases: dict[str, float]
 
 
-def start(checkout: Path, arguments: tuple[str, ...], cache: Path, *, keeps: bool) -> Start:
-    """Start a server, ask for one token, and stop it, when the packed weights are in the `cache` if it `keeps` them.
+def start(checkout: Path, arguments: tuple[str, ...], caches: dict[str, str], *, keeps: bool) -> Start:
+    """Start a server, ask for one token, and stop it, when the packed weights are on disk if it `keeps` them.
+
+    `caches` are the variables that name its caches.
 
     Raises `RuntimeError` with its output if it does not start.
     """
     begun = time.perf_counter()
     command = [str(checkout / ".venv/bin/quire"), "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
-    environment = os.environ | {"QUIRE_PACKED_CACHE": str(cache)}
+    environment = os.environ | caches
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     ) as server:
@@ -71,7 +75,7 @@ def start(checkout: Path, arguments: tuple[str, ...], cache: Path, *, keeps: boo
                     answered = record.arrivals[0]
                     spent = sum(map(_processor_seconds, _family(server.pid)))
                     phases[startup.FIRST_TOKEN] = answered - served
-                    while keeps and not list(cache.glob("*.safetensors")):
+                    while keeps and not list(Path(caches["QUIRE_PACKED_CACHE"]).glob("*.safetensors")):
                         time.sleep(_SETTLE_SECONDS)
                     return Start(answered - begun, spent, phases)
             raise RuntimeError("".join(lines))
@@ -95,6 +99,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["demo", "float32", "int8"], choices=_MODELS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--base", type=Path, help="another checkout of Quire, to compare with")
+    parser.add_argument("--first", action="store_true", help="start with no kernels compiled, too")
     parser.add_argument("--cache", type=Path, help="folder of the checkpoint (default: ~/.cache/quire-compare)")
     options = parser.parse_args()
     checkpoints = (options.cache or Path.home() / ".cache" / "quire-compare").absolute()
@@ -103,11 +108,19 @@ def main() -> None:
         folder = [] if model == "demo" else [str(shapes.make_checkpoint(shapes.SHAPES["qwen2.5-0.5b"], checkpoints))]
         starts: dict[str, list[Start]] = {}
         for number in range(options.rounds + 1):
-            with tempfile.TemporaryDirectory() as cache:
+            with tempfile.TemporaryDirectory() as folder_of_round:
+                caches = Path(folder_of_round)
                 ways = {"base": options.base.absolute()} if options.base is not None else {}
-                for way, checkout in (ways | {"cold": _ROOT, "warm": _ROOT}).items():
+                ways |= {"cold": _ROOT, "warm": _ROOT}
+                if options.first:
+                    ways |= {"first": _ROOT} | ({"base first": ways["base"]} if "base" in ways else {})
+                for way, checkout in ways.items():
+                    variables = {"QUIRE_PACKED_CACHE": str(caches / "packed")}
+                    if way.endswith("first"):
+                        names = {"QUIRE_PACKED_CACHE": "packed", "QUIRE_KERNEL_CACHE": "kernels"}
+                        variables = {name: str(caches / way / each) for name, each in names.items()}
                     keeps = checkout == _ROOT and model != "demo"
-                    found = start(checkout, (*folder, *_MODELS[model]), Path(cache) / "packed", keeps=keeps)
+                    found = start(checkout, (*folder, *_MODELS[model]), variables, keeps=keeps)
                     time.sleep(_SETTLE_SECONDS)
                     if number:  # the first round fills the page cache
                         starts.setdefault(way, []).append(found)
@@ -118,17 +131,17 @@ def main() -> None:
 def _table(starts: dict[str, list[Start]]) -> str:
     """Medians of each way, and minima and ratios of the totals."""
     names = dict.fromkeys(name for found in starts.values() for each in found for name in each.phases)
-    lines = [f"{'seconds (median)':<24}" + "".join(f"{way:>8}" for way in starts)]
+    lines = [f"{'seconds (median)':<24}" + "".join(f"{way:>12}" for way in starts)]
     for name in names:
         medians = [statistics.median(each.phases.get(name, 0.0) for each in found) for found in starts.values()]
-        lines.append(f"{name:<24}" + "".join(f"{median:8.2f}" for median in medians))
+        lines.append(f"{name:<24}" + "".join(f"{median:12.2f}" for median in medians))
     for name in ("wall", "processor"):
         seconds = {way: [float(getattr(each, name)) for each in found] for way, found in starts.items()}
         for text, pick in (("median", statistics.median), ("least", min)):
-            lines.append(f"{f'{name}, {text}':<24}" + "".join(f"{pick(values):8.2f}" for values in seconds.values()))
+            lines.append(f"{f'{name}, {text}':<24}" + "".join(f"{pick(values):12.2f}" for values in seconds.values()))
         if "base" in seconds:
             ratios = [statistics.median(map(float.__truediv__, of, seconds["base"])) for of in seconds.values()]
-            lines.append(f"{f'{name}, of base':<24}" + "".join(f"{ratio:8.2f}" for ratio in ratios))
+            lines.append(f"{f'{name}, of base':<24}" + "".join(f"{ratio:12.2f}" for ratio in ratios))
     return "\n".join(lines)
 
 
