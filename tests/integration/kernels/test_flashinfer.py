@@ -313,7 +313,7 @@ def test_prepare_chooses_for_the_cpu_and_raises_where_one_waits(monkeypatch: pyt
 
 
 def test_what_goes_wrong_is_raised_where_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel at all")
 
     monkeypatch.setattr(dispatch, "_load_cpu", fail)
