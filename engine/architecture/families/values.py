@@ -15,16 +15,17 @@ from quire.engine.protocol.errors import ConfigError
 _SIZES = (
     "hidden_size", "n_embd", "dim", "num_hidden_layers", "n_layer", "n_layers", "vocab_size",
     "num_attention_heads", "n_head", "n_heads", "intermediate_size", "hidden_dim", "ffn_dim",
-    "max_position_embeddings", "n_positions", "num_experts_per_tok",
-    "kv_lora_rank", "qk_nope_head_dim", "v_head_dim",
+    "max_position_embeddings", "n_positions", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim",
 )  # fmt: skip
 """Whole numbers of at least 1."""
 _BY_LAYER = ("intermediate_size", "rope_theta")
 """Settings that may be lists, with a number for each layer."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN_EXPERTS = "num_experts_per_tok"
+"""One of `_SIZES` in a model with experts; dense models may have the key, too, with 0 or null."""
 _OPTIONAL_SIZES = (
     "num_key_value_heads", "num_kv_heads", "head_dim", "n_inner", "ffn_hidden_size", "q_lora_rank",
-    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts",
-    "moe_intermediate_size", "shared_expert_intermediate_size",
+    *_EXPERTS, _CHOSEN_EXPERTS, "n_shared_experts", "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
 """Whole numbers of at least 0, or null."""
 _SIZES_FROM_0 = ("qk_rope_head_dim",)
@@ -41,13 +42,15 @@ def check_values(config: Mapping[str, Any], nullable: Collection[str], max_layer
 
     Sizes may be null if they are `nullable`.
     """
-    for name in config.keys() & {*_SIZES, *_SIZES_FROM_0, *_OPTIONAL_SIZES}:
-        value, minimum = config[name], int(name in _SIZES)
-        if value is None and (name in _OPTIONAL_SIZES or name in nullable):
+    required = {*_SIZES, _CHOSEN_EXPERTS} if any(map(config.get, _EXPERTS)) else {*_SIZES}
+    optional = {*_OPTIONAL_SIZES} - required
+    for name in config.keys() & {*required, *_SIZES_FROM_0, *optional}:
+        value, minimum = config[name], int(name in required)
+        if value is None and (name in optional or name in nullable):
             continue
         values = value if name in _BY_LAYER and isinstance(value, list) else [value]
         if any(not isinstance(each, int) or isinstance(each, bool) or each < minimum for each in values):
-            alternative = "null or " if name in _OPTIONAL_SIZES else ""
+            alternative = "null or " if name in optional else ""
             raise ConfigError(f"{name} must be {alternative}a whole number of at least {minimum}, got {_json(value)}")
     for name in _LAYERS:
         if config.get(name, 0) > max_layers:

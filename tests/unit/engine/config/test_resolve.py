@@ -21,6 +21,8 @@ import torch
 from quire import kernels
 from quire.engine.architecture.families import from_hf_config, transformers_backend
 from quire.engine.architecture.families.tensors import checkpoint_tensors
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.cluster import ray_cluster
 from quire.engine.config import cuda_graph_sizes, devices, parallel_config, topology
 from quire.engine.config.devices import Devices
@@ -177,6 +179,10 @@ def describe(request: transformers_backend.DescribeRequest) -> NoReturn:
             {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 5},
             "cannot choose 5 of 4 experts",
         ),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 0},
+            r"config\.json: num_experts_per_tok must be a whole number of at least 1, got 0",
+        ),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         (
             {"architectures": ["MistralForCausalLM"], "layer_types": ["linear_attention"] * 6},
@@ -194,6 +200,14 @@ def test_unsupported_model_features_are_named(
     monkeypatch.setattr(transformers_backend, "describe", describe)
     with pytest.raises(ConfigError, match=message):
         resolve(options(folder(tmp_path, **changes)))
+
+
+@pytest.mark.parametrize("dense", [{}, {"num_local_experts": 0}, {"num_experts_per_tok": None}])
+def test_a_model_without_experts_may_choose_none_of_them(tmp_path: Path, dense: dict[str, Any]) -> None:
+    """Granite 4's dense models have such a config.json."""
+    config = resolve(options(folder(tmp_path, **{"num_experts_per_tok": 0, **dense})))
+    assert isinstance(config.model.architecture, ModelSpec)
+    assert {type(layer.feed_forward) for layer in config.model.architecture.layers} == {MLPSpec}
 
 
 def test_a_config_that_lacks_a_number_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
