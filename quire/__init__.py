@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.engine.protocol.errors import ConfigError, InvalidParameter
-    from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+    from quire.engine.protocol.sampling_params import (
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputs,
+        StructuredOutputsParams,
+    )
     from quire.server.config.engine_args import AsyncEngineArgs, EngineArgs
     from quire.server.llm import (
         LLM,
@@ -19,18 +24,28 @@ if TYPE_CHECKING:
         ClassificationOutput,
         ClassificationRequestOutput,
         CompletionOutput,
+        Counter,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         EngineUnavailable,
+        FlatLogprobs,
+        Gauge,
+        Histogram,
         LLMEngine,
         Logprob,
+        Metric,
         PoolingOutput,
+        PoolingParams,
         PoolingRequestOutput,
         RequestFailed,
         RequestOutput,
+        RequestStateStats,
         ScoringOutput,
         ScoringRequestOutput,
+        TextPrompt,
+        TokensPrompt,
         ToolCall,
+        Vector,
     )
 
 __all__ = [
@@ -45,22 +60,34 @@ __all__ = [
     "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigError",
+    "Counter",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineUnavailable",
+    "FlatLogprobs",
+    "Gauge",
+    "Histogram",
     "InvalidParameter",
     "LLMEngine",
     "Logprob",
+    "Metric",
     "PoolingOutput",
+    "PoolingParams",
     "PoolingRequestOutput",
     "RequestFailed",
     "RequestOutput",
+    "RequestOutputKind",
+    "RequestStateStats",
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputs",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "ToolCall",
+    "Vector",
 ]
 
 _LIGHT = {
@@ -68,8 +95,10 @@ _LIGHT = {
     "ConfigError": "quire.engine.protocol.errors",
     "EngineArgs": "quire.server.config.engine_args",
     "InvalidParameter": "quire.engine.protocol.errors",
+    "RequestOutputKind": "quire.engine.protocol.sampling_params",
     "SamplingParams": "quire.engine.protocol.sampling_params",
     "StructuredOutputs": "quire.engine.protocol.sampling_params",
+    "StructuredOutputsParams": "quire.engine.protocol.sampling_params",
 }
 """The modules of names that are not imported from `quire.server.llm`, which takes longer."""
 

@@ -28,12 +28,17 @@ the [engine flags of quire serve](cli.md#quire-serve) with underscores.
 """
 GROUPS = {
     "Models": ("LLM", "AsyncLLM", "LLMEngine", "EngineArgs"),
-    "Parameters": ("SamplingParams", "StructuredOutputs", "BeamSearchParams"),
+    "Parameters": (
+        *("SamplingParams", "RequestOutputKind", "StructuredOutputs", "BeamSearchParams", "PoolingParams"),
+        *("TextPrompt", "TokensPrompt"),
+    ),
     "Results": (
-        *("RequestOutput", "CompletionOutput", "Logprob", "ToolCall", "BeamSearchOutput", "BeamSearchSequence"),
+        *("RequestOutput", "CompletionOutput", "Logprob", "FlatLogprobs", "RequestStateStats", "ToolCall"),
+        *("BeamSearchOutput", "BeamSearchSequence"),
         *("PoolingRequestOutput", "EmbeddingRequestOutput", "ClassificationRequestOutput", "ScoringRequestOutput"),
         *("PoolingOutput", "EmbeddingOutput", "ClassificationOutput", "ScoringOutput"),
     ),
+    "Metrics": ("Metric", "Counter", "Gauge", "Histogram", "Vector"),
     "Errors": ("ConfigError", "InvalidParameter", "EngineUnavailable", "RequestFailed"),
 }
 NAMES = {name for group in GROUPS.values() for name in group}
@@ -97,14 +102,17 @@ def _fields(cls: str, body: list[ast.stmt]) -> Iterator[tuple[str, str, str, str
             case ast.AnnAssign(target=ast.Name(id=field), annotation=annotation, value=value):
                 text = _text_of(below)
                 assert text, f"{cls}.{field} needs a docstring, for docs/reference/python.md"
+                kind = _source(annotation)
                 match value:
+                    case None if kind != (inner := kind.removeprefix("NotRequired[")):
+                        kind, default = inner.removesuffix("]"), "optional"
                     case None:
                         default = "required"
                     case ast.Call(keywords=[ast.keyword(arg="default_factory", value=ast.Name(id="list"))]):
                         default = code("[]")
                     case _:
                         default = code(_source(value))
-                yield code(field), code(_source(annotation)), default, _linked(text)
+                yield code(field), code(kind), default, _linked(text)
 
 
 def _signature(name: str, function: Function) -> str:

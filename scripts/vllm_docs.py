@@ -15,7 +15,8 @@ INTRODUCTION = """# Flags of vLLM
 `quire serve` takes the command lines, environment variables and `--config` files of `vllm serve`, also with
 underscores (`--max_model_len`), with `-O3`, and with JSON by keys (`--hf-overrides.rope_theta 10000`). A flag of vLLM
 that command lines in use have is a flag of Quire, has no effect, which the log says once, or is an error that names
-what to use instead. Any other flag is an error. `scripts/docs` generates this page from the code.
+what to use instead. Any other flag is an error. `LLM`, `AsyncLLM` and `EngineArgs` take the same options with
+underscores: `LLM(swap_space=4)`. `scripts/docs` generates this page from the code.
 [Coming from vLLM](../guides/coming-from-vllm.md) lists the other differences.
 """
 

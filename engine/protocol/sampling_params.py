@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -42,6 +44,20 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True):
                 + (f"given were {' and '.join(given)}" if given else "none was given"),
                 "structured_outputs",
             )
+
+
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name."""
+
+
+class RequestOutputKind(Enum):
+    """The results of a request in the Python API while it runs. `CUMULATIVE`: each has all output so far. `DELTA`: each
+    has the new output only. `FINAL_ONLY`: there is one result, at the end. `LLM` always returns whole outputs.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -106,8 +122,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Return the log-probabilities of these tokens instead of the most likely ones."""
     prompt_logprobs: int | None = None
     """As `logprobs`, for each token of the prompt except the first. Such a request does not use the prefix cache."""
+    flat_logprobs: bool = False
+    """Python API: return log-probabilities as `FlatLogprobs`, which has fewer objects than a list of dicts."""
+    detokenize: bool = True
+    """Python API: convert the output to text. If False, `text` is empty, and `stop` cannot be set."""
     skip_special_tokens: bool = True
     """Omit special tokens from the text."""
+    spaces_between_special_tokens: bool = True
+    """Python API: as the tokenizer's decoder has them. False is supported only without special tokens in the text."""
+    truncate_prompt_tokens: int | None = None
+    """Python API: keep only this number of the prompt's last tokens; -1: as many as the model's length allows."""
+    thinking_token_budget: int | None = None
+    """Conversations: maximum tokens of reasoning; None and -1: no limit."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """Python API: the results of a request while it runs."""
+    extra_args: dict[str, Any] | None = None
+    """Arguments of plug-ins for vLLM, which are not supported: None or empty."""
     structured_outputs: StructuredOutputs | None = None
     """The constraint on the output."""
     prediction: str = ""
@@ -117,7 +147,26 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The token ids of `prediction`, set by the server."""
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
+            if getattr(self, name) is None:
+                setattr(self, name, {} if name == "logit_bias" else [])
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         self.validate({})
+
+    @staticmethod
+    def from_optional(**given: Any) -> SamplingParams:
+        """Make parameters of which None means the default, except for `max_tokens`."""
+        return SamplingParams(
+            **{name: value for name, value in given.items() if value is not None or name == "max_tokens"}
+        )
+
+    def clone(self) -> SamplingParams:
+        """Return a deep copy."""
+        return copy.deepcopy(self)
 
     def validate(self, names: Mapping[str, str]) -> None:
         """Raise `InvalidParameter` for an invalid field, by its name in `names` if it is there."""
@@ -162,6 +211,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             ("stop", not any(map(_SURROGATE.search, self.stop)), "text without unpaired surrogates"),
             ("bad_words", not any(map(_SURROGATE.search, self.bad_words)), "text without unpaired surrogates"),
             ("prediction", not _SURROGATE.search(self.prediction), "text without unpaired surrogates"),
+            ("stop", self.detokenize or not self.stop, "empty if detokenize is False"),
+            (
+                "spaces_between_special_tokens",
+                self.spaces_between_special_tokens or self.skip_special_tokens,
+                "True if skip_special_tokens is False",
+            ),
+            (
+                "thinking_token_budget",
+                self.thinking_token_budget is None or self.thinking_token_budget >= 0,
+                "at least 0, or -1 (no limit)",
+            ),
+            ("extra_args", not self.extra_args, "empty, as no plug-in can read it"),
         ):
             if not is_valid:
                 param = names.get(name, name)
@@ -170,7 +231,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def for_engine(self, seed: int) -> SamplingParams:
         """Return the parameters that the engine needs for one of the `n` outputs, with its own seed and without text.
 
-        `stop` and `skip_special_tokens` apply to text and are handled by the server.
+        `stop`, `skip_special_tokens` and others apply to texts or results, and are handled by the server.
         With `max_tokens` 0 the engine samples one token, which the server drops.
         """
         return msgspec.structs.replace(
@@ -182,7 +243,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             bad_words=[],
             prediction="",
             include_stop_str_in_output=False,
+            flat_logprobs=False,
+            detokenize=True,
             skip_special_tokens=True,
+            spaces_between_special_tokens=True,
+            truncate_prompt_tokens=None,
+            thinking_token_budget=None,
+            output_kind=RequestOutputKind.CUMULATIVE,
+            extra_args=None,
         )
 
     def bad_tokens(self, output: list[int]) -> set[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 import zlib
 from dataclasses import dataclass
@@ -96,6 +98,17 @@ class Profiler:
             sum(each.num_events for each in found), bool(missing) or any(each.is_cut or each.error for each in found)
         )
 
+    async def save(self, folder: str, prefix: str = "quire") -> tuple[str, ProfileReport]:
+        """Like `stop`, but writes a new file of the folder, and returns its path, too. Also raises `OSError`."""
+        path = os.path.join(folder, trace_name(prefix))
+        with open(path, "xb") as file:
+            try:
+                return path, await self.stop(file)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                raise
+
     @property
     def _index(self) -> int:
         return self._client.index
@@ -126,6 +139,11 @@ class Profiler:
             if isinstance(error, EngineUnavailable):
                 raise error
         raise ProfileConflict(next(iter(map(str, errors.values()))))
+
+
+def trace_name(prefix: str = "quire") -> str:
+    """Return the name of a new trace."""
+    return f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 1000:03}.json.gz"
 
 
 def _metadata(summaries: list[TraceSummary], missing: list[int]) -> dict[str, Any]:

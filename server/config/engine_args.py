@@ -1,4 +1,4 @@
-"""`EngineArgs`: the options of an engine, as in programs for vLLM."""
+"""`EngineArgs`: the options of an engine, as in programs for vLLM. `LLM` and `AsyncLLM` take theirs as this class."""
 
 from __future__ import annotations
 
@@ -11,36 +11,46 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config import flags, vllm
 from quire.server.config.lazy import LazyParser
+from quire.server.config.server_options import ServerOptions
 
 T = TypeVar("T", bound=argparse.ArgumentParser)
 
 logger = logging.getLogger(__name__)
 
+_OFFLINE = (
+    *("chat_template", "default_chat_template_kwargs", "tool_call_parser", "reasoning_parser"),
+    *("torch_profiler_dir", "log_level"),
+)
+"""The options of a server that programs have, too."""
 _OF_THE_SERVER = ("served_model_name",)
 """Fields of vLLM's class that only servers read."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(EngineOptions))
 
 
 class EngineArgs:
-    """Engine options by keyword, with the names and values of Quire or of vLLM.
+    """The options of `LLM` by keyword, with the names and values of Quire or of vLLM.
 
     An option of vLLM's without effect is logged. Its attributes are the fields of
-    `quire.engine.config.options.EngineOptions`, and can be changed. vLLM's environment variables are defaults. Raises
-    `ConfigError` for options that are not supported.
+    `quire.engine.config.options.EngineOptions`, and `chat_template`, `default_chat_template_kwargs`,
+    `tool_call_parser`, `reasoning_parser`, `torch_profiler_dir` and `log_level`; they can be changed. vLLM's
+    environment variables are defaults. Raises `ConfigError` for options that are not supported.
     """
 
     def __init__(self, model: str = EngineOptions.model, **options: Any) -> None:
         parser = _Parser(takes_vllm_flags=True, add_help=False, allow_abbrev=False)
         flags.add_model(parser)
         flags.add_flags(parser, EngineOptions)
+        flags.add_hidden_flags(parser, ServerOptions, _OFFLINE)
         given = {name: value for name, value in options.items() if name not in _OF_THE_SERVER}
         parsed = parser.parse_args(flags.to_arguments({"model": model, **given}))
         device = getattr(parsed, "device", EngineOptions.device)
         from_environment, notes = vllm.read_environment(parser, lambda: flags.runs_on_cpu(device))
         for note in (*notes, *parsed.notes):
             logger.warning("%s", note)
-        found = flags.collect(argparse.Namespace(**(from_environment | vars(parsed))), EngineOptions)
-        vars(self).update(vars(found))
+        found = argparse.Namespace(**({"log_level": "warning"} | from_environment | vars(parsed)))
+        vars(self).update(vars(flags.collect(found, EngineOptions)))
+        server = flags.collect(found, ServerOptions)
+        vars(self).update((name, getattr(server, name)) for name in _OFFLINE)
 
     if TYPE_CHECKING:
 
@@ -50,8 +60,13 @@ class EngineArgs:
 
     @property
     def options(self) -> EngineOptions:
-        """A copy of the attributes, as the options of `LLM`."""
+        """A copy of the attributes that are options of the engine."""
         return EngineOptions(**{name: getattr(self, name) for name in _FIELDS})
+
+    @property
+    def server_options(self) -> ServerOptions:
+        """A copy of the attributes that are options of a server, too."""
+        return ServerOptions(**{name: getattr(self, name) for name in _OFFLINE})
 
     @staticmethod
     def add_cli_args(parser: T) -> T:

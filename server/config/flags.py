@@ -9,7 +9,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -39,11 +39,13 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
                 _add_flag(group, field, hints[field.name], text)
 
 
-def add_hidden_flags(group: argparse._ArgumentGroup, options: type) -> None:
-    """Add flags that are not in the help. Flags that the parser already has are left as they are."""
+def add_hidden_flags(group: argparse._ActionsContainer, options: type, names: Collection[str] | None = None) -> None:
+    """Add flags that are not in the help: all, or the fields `names`. Flags that the parser already has are left as
+    they are.
+    """
     hints = typing.get_type_hints(options)
     for field in _flags(options):
-        if _names(field)[-1] not in group._option_string_actions:
+        if (names is None or field.name in names) and _names(field)[-1] not in group._option_string_actions:
             _add_flag(group, field, hints[field.name], argparse.SUPPRESS)
 
 
@@ -55,7 +57,7 @@ def _names(field: dataclasses.Field[Any]) -> list[str]:
     return [name for name in (field.metadata["short"], f"--{field.name.replace('_', '-')}") if name]
 
 
-def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any, text: str) -> None:
+def _add_flag(group: argparse._ActionsContainer, field: dataclasses.Field[Any], hint: Any, text: str) -> None:
     kind = _kind(hint, field.metadata["metavar"])
     action = group.add_argument(*_names(field), dest=field.name, default=argparse.SUPPRESS, help=text, **kind)
     vars(action)["is_common"] = field.metadata["is_common"]
@@ -172,6 +174,8 @@ def read_config(path: str, parser: LazyParser) -> list[str]:
 def to_arguments(given: Mapping[str, Any]) -> list[str]:
     """Convert options by name to a command line. Underscores are dashes, except in the keys of JSON (`flag.a_key`).
     None values of flags are skipped.
+
+    Raises `ConfigError` for values that no command line can have, such as functions.
     """
     arguments: list[str] = []
     for name, value in given.items():
@@ -183,10 +187,15 @@ def to_arguments(given: Mapping[str, Any]) -> list[str]:
             arguments.append(f"--{flag}={json.dumps(value)}")
         elif isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | Set):
             arguments += [f"--{flag}", *map(str, value)] if value else []
         elif isinstance(value, dict):
-            arguments.append(f"--{flag}={json.dumps(value)}")
+            try:
+                arguments.append(f"--{flag}={json.dumps(value)}")
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"argument --{flag}: expected a JSON object: {error}") from None
+        elif callable(value):
+            raise ConfigError(f"argument --{flag}: functions and classes are not supported; use plain values")
         elif value is not None:
             arguments.append(f"--{flag}={value}")
     return arguments

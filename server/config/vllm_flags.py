@@ -107,7 +107,10 @@ SAME: dict[str, tuple[str, Callable[[str], str]]] = {
         "note in the log",
         _attention,
     ),
-    "--dtype": ("`half` is `float16`, `float` is `float32`", _renamed(half="float16", float="float32")),
+    "--dtype": (
+        "`half` is `float16`, `float` is `float32`",
+        lambda text: {"half": "float16", "float": "float32"}.get(text := text.removeprefix("torch."), text),
+    ),
     "--kv-cache-dtype": (
         "`fp8_per_token_head` and `int8_per_token_head` are `fp8` and `int8`, which have these scales",
         _renamed(fp8_per_token_head="fp8", int8_per_token_head="int8"),
@@ -293,7 +296,12 @@ IGNORED: dict[str, str] = {
     ),
     "llguidance is the only backend": "--guided-decoding-backend=",
     "it belongs to vLLM's V0 engine": (
-        "--disable-frontend-multiprocessing --max-seq-len-to-capture= --num-scheduler-steps= --use-v2-block-manager"
+        "--disable-async-output-proc --disable-frontend-multiprocessing --max-context-len-to-capture= "
+        "--max-seq-len-to-capture= --multi-step-stream-outputs --num-lookahead-slots= --num-scheduler-steps= "
+        "--preemption-mode= --scheduler-delay-factor= --use-v2-block-manager"
+    ),
+    "LoRA adapters are not supported": (
+        "--fully-sharded-loras --lora-dtype= --lora-extra-vocab-size= --max-cpu-loras= --max-lora-rank= --max-loras="
     ),
 }
 """Flags without effect, by the reason."""
@@ -304,7 +312,8 @@ REFUSED: dict[str, str] = {
         "--kv-events-config= --kv-transfer-config="
     ),
     "it is not supported; use more ranks (--tensor-parallel-size, --pipeline-parallel-size)": (
-        "--cpu-offload-gb=0,0.0 --kv-offloading-size="
+        "--cpu-offload-gb=0,0.0 --kv-offloading-size= --offload-group-size=0 --offload-num-in-group=1 "
+        "--offload-params+ --offload-prefetch-step=1"
     ),
     "it is not supported; use --tensor-parallel-size": (
         "--decode-context-parallel-size|-dcp=1 --prefill-context-parallel-size|-pcp=1"
@@ -335,7 +344,10 @@ REFUSED: dict[str, str] = {
     "other classes than Quire's own are not supported": (
         "--io-processor-plugin= --scheduler-cls= --worker-cls=auto --worker-extension-cls="
     ),
-    "it is not supported": "--enable-prompt-embeds",
+    "it is not supported": (
+        "--additional-config={} --enable-prompt-adapter --enable-prompt-embeds --enable-return-routed-experts "
+        "--return-sampling-mask"
+    ),
 }
 """Flags that are errors, by their replacement. After `=`: values that are accepted, as they change nothing. The off
 form is accepted, too."""

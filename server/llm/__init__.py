@@ -6,6 +6,9 @@ from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.llm.async_llm import AsyncLLM, AsyncLLMEngine
 from quire.server.llm.llm import LLM
 from quire.server.llm.llm_engine import LLMEngine
+from quire.server.llm.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
+from quire.server.llm.pooling import PoolingParams
+from quire.server.llm.prompts import TextPrompt, TokensPrompt
 from quire.server.parsers.events import ToolCall
 from quire.server.serving.llm_outputs import (
     BeamSearchOutput,
@@ -16,10 +19,12 @@ from quire.server.serving.llm_outputs import (
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    FlatLogprobs,
     Logprob,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    RequestStateStats,
     ScoringOutput,
     ScoringRequestOutput,
 )
@@ -34,16 +39,26 @@ __all__ = [
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "Counter",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineUnavailable",
+    "FlatLogprobs",
+    "Gauge",
+    "Histogram",
     "LLMEngine",
     "Logprob",
+    "Metric",
     "PoolingOutput",
+    "PoolingParams",
     "PoolingRequestOutput",
     "RequestFailed",
     "RequestOutput",
+    "RequestStateStats",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "TextPrompt",
+    "TokensPrompt",
     "ToolCall",
+    "Vector",
 ]

@@ -9,17 +9,22 @@ import weakref
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from quire.engine.cluster import ray_cluster
 from quire.engine.cluster.cluster_token import with_cluster_token
-from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.engine_config import EngineConfig, ModelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights
+from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.client.dp_coordinator import connect_hosts
+from quire.server.client.profiler import MAX_PROFILE_SECONDS
+from quire.server.config.engine_args import EngineArgs
 from quire.server.llm import pooling
+from quire.server.llm.hf_tokenizer import hf_tokenizer
 from quire.server.llm.offline_request import OfflineRequest
+from quire.server.llm.pooling import PoolingParams
 from quire.server.llm.prompts import PromptLike, chat_input, process_chat, process_prompt
 from quire.server.serving.frontend import Frontend
 from quire.server.serving.llm_outputs import (
@@ -32,11 +37,6 @@ from quire.server.serving.llm_outputs import (
 )
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.conversation import Message
-from quire.server.text.embedding_output import VectorOptions
-from quire.server.text.inputs import EmbeddingOptions
-
-if TYPE_CHECKING:
-    from quire.server.config.engine_args import EngineArgs
 
 logger = logging.getLogger(__name__)
 
@@ -47,36 +47,28 @@ class AsyncLLM:
     The arguments are the same as for `LLM`. Raises `ConfigError` for options or models that are not supported.
     """
 
-    def __init__(
-        self,
-        model: str = EngineOptions.model,
-        *,
-        chat_template: str | None = None,
-        log_level: str = "warning",
-        **options: Any,
-    ) -> None:
-        asked = with_cluster_token(EngineOptions(model=model, **options))
+    def __init__(self, model: str = EngineOptions.model, **options: Any) -> None:
+        self._load(EngineArgs(model, **options))
+
+    def _load(self, args: EngineArgs) -> None:
+        asked, self._server = with_cluster_token(args.options), args.server_options
+        self._server.check()
         self.config: EngineConfig = ray_cluster.resolve(asked)
         fetch_weights(asked, self.config)
-        self._chat_template = chat_template
-        self._log_level = log_level
         self._starting: asyncio.Task[Frontend] | None = None
+        self._tokenizer: Any = None
+        self._profile_prefix = "quire"
         self._requests: weakref.WeakValueDictionary[str, OfflineRequest] = weakref.WeakValueDictionary()
         """The requests that `abort` finds."""
 
     @classmethod
-    def from_engine_args(
-        cls,
-        engine_args: EngineArgs,
-        *,
-        chat_template: str | None = None,
-        log_level: str = "warning",
-        **ignored: Any,
-    ) -> AsyncLLM:
+    def from_engine_args(cls, engine_args: EngineArgs, **ignored: Any) -> AsyncLLM:
         """Make an `AsyncLLM` with these options. vLLM's other arguments, such as `usage_context`, have no effect."""
         if ignored:
             logger.info("from_engine_args: %s: no effect", ", ".join(ignored))
-        return cls(**vars(engine_args.options), chat_template=chat_template, log_level=log_level)
+        made = cls.__new__(cls)
+        made._load(engine_args)
+        return made
 
     async def start(self) -> Frontend:
         """Load the model; raises `EngineUnavailable` with the reason if that fails. The result is internal."""
@@ -88,8 +80,8 @@ class AsyncLLM:
         frontend = Frontend.start(
             self.config,
             name=str(self.config.model.path),
-            formats=ChatFormats(self._chat_template, trust_request_chat_template=True),
-            log_level=self._log_level,
+            formats=replace(ChatFormats.of(self._server), trust_request_chat_template=True),
+            log_level=self._server.log_level,
             hosts=await asyncio.to_thread(connect_hosts, self.config),
         )
         try:
@@ -106,7 +98,8 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Generate text for a prompt, for `async for`. Each result holds all output so far; the last one is `finished`.
+        """Generate text for a prompt, for `async for`. Each result holds all output so far, unless `output_kind` of the
+        `sampling_params` says otherwise; the last one is `finished`.
 
         `sampling_params` None: the model's own defaults. `request_id` None: a random one. Requests of lower `priority`
         run first with `scheduling_policy="priority"`.
@@ -115,8 +108,8 @@ class AsyncLLM:
         `EngineUnavailable`.
         """
         request = await self._submit(prompt, sampling_params, request_id, priority)
-        async for _ in request.run():
-            yield request.result()
+        async for result in request.results():
+            yield result
 
     async def add_request(
         self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0
@@ -153,8 +146,8 @@ class AsyncLLM:
         """Answer a conversation; otherwise like `AsyncLLM.generate`. `chat` are the keyword options of `LLM.chat`."""
         frontend, given = await self.start(), replace(chat_input(**chat), messages=messages)
         request = OfflineRequest(frontend, *await process_chat(frontend, given, sampling_params, priority), request_id)
-        async for _ in request.run():
-            yield request.result()
+        async for result in request.results():
+            yield result
 
     async def embed(
         self,
@@ -162,6 +155,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         *,
+        pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
         truncation_side: Literal["left", "right"] = "right",
         add_special_tokens: bool = True,
@@ -175,17 +169,19 @@ class AsyncLLM:
         removes those on the `truncation_side`; None: a longer prompt is an error. `add_special_tokens` is for texts.
         `dimensions` keeps the first numbers of a Matryoshka model's vector, and `normalize` gives it length 1; None: as
         the model declares. `prompt_name` is the name of the model's prompt to put before a text; None: its default.
+        `pooling_params` is another way to give some of these.
 
         Cancelling the task aborts the request. Raises the same errors as `AsyncLLM.generate`.
         """
         frontend = await self.start()
-        rendering = EmbeddingOptions(
-            add_special_tokens=add_special_tokens,
-            truncate=truncate_prompt_tokens,
+        rendering = pooling.options(
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
             truncation_side=truncation_side,
+            add_special_tokens=add_special_tokens,
             prompt_name=prompt_name,
         )
-        vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
+        vectors = pooling.vector_options(pooling_params, dimensions=dimensions, normalize=normalize)
         return await pooling.embed(frontend, prompt, rendering, vectors, request_id, priority)
 
     async def classify(
@@ -194,6 +190,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         *,
+        pooling_params: PoolingParams | None = None,
         use_activation: bool | None = None,
         **rendering: Any,
     ) -> ClassificationRequestOutput:
@@ -202,12 +199,14 @@ class AsyncLLM:
         `rendering` are `truncate_prompt_tokens`, `truncation_side` and `add_special_tokens` of `AsyncLLM.embed`, which
         raises the same errors.
         """
-        frontend, vectors = await self.start(), VectorOptions(normalize=use_activation)
-        return await pooling.classify(frontend, prompt, pooling.options(**rendering), vectors, request_id, priority)
+        given = pooling.options(pooling_params, **rendering)
+        vectors = pooling.vector_options(pooling_params, normalize=use_activation)
+        return await pooling.classify(await self.start(), prompt, given, vectors, request_id, priority)
 
     async def encode(
         self,
         prompt: PromptLike,
+        pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
         *,
@@ -221,16 +220,10 @@ class AsyncLLM:
         `pooling_task` is the expected one of them: a model for the other raises `InvalidParameter`. The other options
         are as in `AsyncLLM.classify` and `AsyncLLM.embed`.
         """
-        frontend, vectors = await self.start(), VectorOptions(dimensions=dimensions, normalize=use_activation)
-        return await pooling.encode(
-            pooling_task or "pool",
-            frontend,
-            prompt,
-            pooling.options(**rendering),
-            vectors,
-            request_id,
-            priority,
-        )
+        task = pooling_task or (pooling_params and pooling_params.task)
+        given = pooling.options(pooling_params, **rendering)
+        vectors = pooling.vector_options(pooling_params, dimensions=dimensions, normalize=use_activation)
+        return await pooling.encode(task or "pool", await self.start(), prompt, given, vectors, request_id, priority)
 
     async def score(
         self,
@@ -239,6 +232,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         *,
+        pooling_params: PoolingParams | None = None,
         use_activation: bool | None = None,
         **rendering: Any,
     ) -> list[ScoringRequestOutput]:
@@ -248,15 +242,54 @@ class AsyncLLM:
         vectors by their cosine similarity, or if that is False by their dot product. The other options are as in
         `AsyncLLM.classify`.
         """
-        return await pooling.score(
-            await self.start(),
-            data_1,
-            data_2,
-            pooling.options(**rendering),
-            use_activation,
-            request_id,
-            priority,
-        )
+        given = pooling.options(pooling_params, **rendering)
+        activated = pooling.vector_options(pooling_params, normalize=use_activation).normalize
+        return await pooling.score(await self.start(), data_1, data_2, given, activated, request_id, priority)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's configuration, such as `max_model_len` and `architecture`."""
+        return self.config.model
+
+    async def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer as an object of transformers, which gives the same ids; with its chat template.
+
+        It is a copy: changes to it do not affect the engine.
+        """
+        if self._tokenizer is None:
+            processor = (await self.start()).input_processor
+            self._tokenizer = await asyncio.to_thread(hf_tokenizer, processor)
+        return self._tokenizer
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Start recording the operations of all ranks with torch's profiler, for at most 60 seconds.
+
+        `profile_prefix` is the start of the trace's name; None: quire. Raises `ConfigError` without
+        `torch_profiler_dir`, the option with the folder for traces, `EngineUnavailable`, and `RuntimeError` if a
+        recording is running.
+        """
+        if self._server.torch_profiler_dir is None:
+            raise ConfigError(
+                "torch_profiler_dir is not set: give the folder for traces, as in LLM(torch_profiler_dir=…)"
+            )
+        await (await self.start()).profiler.start(MAX_PROFILE_SECONDS)
+        self._profile_prefix = profile_prefix or "quire"
+
+    async def stop_profile(self) -> str:
+        """Stop recording; returns the path of the trace of all ranks, in the format of Chrome and Perfetto, as
+        `.json.gz`. Raises `EngineUnavailable`, `OSError`, and `RuntimeError` if nothing was recorded.
+        """
+        folder = self._server.torch_profiler_dir or ""
+        path, _ = await (await self.start()).profiler.save(folder, self._profile_prefix)
+        return path
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Let no later request use what the prefix cache has now; returns True. Running requests go on.
+
+        The arguments are vLLM's and have no effect: running requests do not prevent a reset, and there is no connector.
+        """
+        (await self.start()).reset_prefix_cache()
+        return True
 
     async def shutdown(self) -> None:
         """Abort running requests and stop the engine. If hosts share experts, wait until all of them shut down."""
@@ -284,13 +317,12 @@ class _Results(AsyncIterator[RequestOutput]):
     """The results of a request that has started. It is aborted when nobody can read them any more."""
 
     def __init__(self, request: OfflineRequest) -> None:
-        self._steps, self._result = request.run(), request.result
+        self._results = request.results()
         loop = asyncio.get_running_loop()
         weakref.finalize(self, _close_in, loop, request).atexit = False
 
     async def __anext__(self) -> RequestOutput:
-        await anext(self._steps)
-        return self._result()
+        return await anext(self._results)
 
 
 def _close_in(loop: asyncio.AbstractEventLoop, request: OfflineRequest) -> None:

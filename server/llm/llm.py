@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -16,13 +16,16 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.llm import pooling
 from quire.server.llm.async_llm import AsyncLLM
+from quire.server.llm.llm_engine import LLMEngine
 from quire.server.llm.offline_request import OfflineRequest
-from quire.server.llm.own_loop import OwnLoop
+from quire.server.llm.pooling import PoolingParams
 from quire.server.llm.prompts import (
     ProcessedPrompt,
     PromptLike,
+    Tokenization,
     chat_input,
-    is_one_prompt,
+    check_supported,
+    joined,
     process_chat,
     process_prompt,
 )
@@ -44,60 +47,72 @@ from quire.server.text.inputs import EmbeddingOptions
 T = TypeVar("T")
 
 
-class LLM(OwnLoop):
+class LLM(LLMEngine):
     """A model for scripts: `LLM("model").generate(prompts, params)`. It runs until `shutdown`, the end of a `with`
     block, or the end of the script.
 
     `model` is a folder or a Hugging Face id; the default is the demo model. `options` are the engine flags of
-    `quire serve` with underscores (the fields of `quire.engine.config.options.EngineOptions`). `chat_template` is the
-    text or the file of a template that replaces the model's own; `log_level` is `debug`, `info`, `warning` or `error`.
+    `quire serve` with underscores (the fields of `quire.engine.config.options.EngineOptions`), or vLLM's, as in
+    `EngineArgs`. `chat_template` is the text or the file of a template that replaces the model's own;
+    `default_chat_template_kwargs`, `tool_call_parser`, `reasoning_parser` and `torch_profiler_dir` are as for
+    `quire serve`; `log_level` is `debug`, `info`, `warning` or `error`.
 
     Raises `ConfigError` for options or models that are not supported, and `EngineUnavailable` if loading fails.
     """
 
-    def __init__(
-        self,
-        model: str = EngineOptions.model,
-        *,
-        chat_template: str | None = None,
-        log_level: str = "warning",
-        **options: Any,
-    ) -> None:
-        super().__init__(AsyncLLM(model, chat_template=chat_template, log_level=log_level, **options))
+    def __init__(self, model: str = EngineOptions.model, **options: Any) -> None:
+        super().__init__(AsyncLLM(model, **options))
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, for requests step by step."""
+        return self
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the model's own sampling parameters, which are the default of `LLM.generate` and `LLM.chat`."""
+        return SamplingParams(**self._frontend.input_processor.sampling_defaults)
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Sequence[PromptLike] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        *,
+        prompt_token_ids: list[int] | Sequence[list[int]] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **unsupported: Any,
     ) -> list[RequestOutput]:
         """Generate text for one or more prompts; the results are in the order of the prompts.
 
-        `sampling_params` are common to all prompts, or one for each; None: the model's own defaults. `priority` is one
-        number for each prompt; lower ones run first with `scheduling_policy="priority"`. `use_tqdm` shows a progress
-        bar on a terminal.
+        `sampling_params` are common to all prompts, or one for each; None: the model's own defaults.
+        `prompt_token_ids` are prompts as token ids; `prompts` are their texts then, or None. `priority` is one number
+        for each prompt; lower ones run first with `scheduling_policy="priority"`. `use_tqdm` shows a progress bar on a
+        terminal, made by it if it is a function. `tokenization_kwargs` may have `add_special_tokens` and
+        `truncate_prompt_tokens`. Other arguments of vLLM's (`unsupported`), such as `lora_request`, must be None.
 
         Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are then aborted. Raises
         `ValueError` if there are not as many parameters or priorities as prompts.
         """
-        many: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
-        return self._wait(
-            self._run_all(partial(process_prompt, self._frontend), many, sampling_params, priority, use_tqdm)
-        )
+        check_supported(unsupported)
+        process = partial(process_prompt, self._frontend, tokenization=Tokenization.of(tokenization_kwargs))
+        many = joined(prompts, prompt_token_ids)
+        return self._wait(self._run_all(process, many, sampling_params, priority, use_tqdm))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **unsupported: Any,
     ) -> list[RequestOutput]:
         """Answer one or more conversations; otherwise like `LLM.generate`.
 
@@ -108,8 +123,9 @@ class LLM(OwnLoop):
         the template, such as `enable_thinking`. `add_generation_prompt` starts the assistant's turn;
         `continue_final_message` continues the last message instead.
         """
+        check_supported(unsupported)
         chat = chat_input(
-            tools,
+            tools or (),
             tool_choice,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
@@ -118,13 +134,19 @@ class LLM(OwnLoop):
         )
         many: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         chats = [replace(chat, messages=each) for each in many]
-        return self._wait(self._run_all(partial(process_chat, self._frontend), chats, sampling_params, None, use_tqdm))
+        process = partial(process_chat, self._frontend, tokenization=Tokenization.of(tokenization_kwargs))
+        return self._wait(self._run_all(process, chats, sampling_params, None, use_tqdm))
 
     def beam_search(
-        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, use_tqdm: bool = True
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **unsupported: Any,
     ) -> list[BeamSearchOutput]:
         """Find the most likely outputs of one or more prompts; otherwise like `LLM.generate`."""
-        many: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
+        check_supported(unsupported)
+        many = joined(prompts, None)
         sampling = SamplingParams(
             n=params.beam_width,
             max_tokens=params.max_tokens,
@@ -146,81 +168,94 @@ class LLM(OwnLoop):
     def embed(
         self,
         prompts: PromptLike | Sequence[PromptLike],
-        use_tqdm: bool = True,
         *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
         truncate_prompt_tokens: int | None = None,
         truncation_side: Literal["left", "right"] = "right",
         add_special_tokens: bool = True,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
         prompt_name: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **unsupported: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """Compute the vectors of one or more prompts, with an embedding model; otherwise like `AsyncLLM.embed`."""
-        many: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
-        rendering = EmbeddingOptions(
-            add_special_tokens=add_special_tokens,
-            truncate=truncate_prompt_tokens,
+        """Compute the vectors of one or more prompts, with an embedding model; otherwise like `AsyncLLM.embed`.
+
+        `pooling_params` are common to all prompts, or one for each.
+        """
+        check_supported(unsupported)
+        render = partial(
+            pooling.options,
+            truncate_prompt_tokens=truncate_prompt_tokens,
             truncation_side=truncation_side,
+            add_special_tokens=add_special_tokens,
             prompt_name=prompt_name,
+            tokenization_kwargs=tokenization_kwargs,
         )
-        vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
-        return self._wait(self._pool_all(partial(pooling.embed, self._frontend), many, rendering, vectors, use_tqdm))
+        finish = partial(pooling.vector_options, dimensions=dimensions, normalize=normalize)
+        pool = partial(pooling.embed, self._frontend)
+        return self._wait(self._pool_all(pool, prompts, pooling_params, render, finish, use_tqdm))
 
     def classify(
         self,
         prompts: PromptLike | Sequence[PromptLike],
-        use_tqdm: bool = True,
         *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_activation: bool | None = None,
+        lora_request: None = None,
         **rendering: Any,
     ) -> list[ClassificationRequestOutput]:
         """Classify one or more prompts, with a classifier; otherwise like `AsyncLLM.classify`."""
-        many: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
-        vectors = VectorOptions(normalize=use_activation)
-        return self._wait(
-            self._pool_all(
-                partial(pooling.classify, self._frontend),
-                many,
-                pooling.options(**rendering),
-                vectors,
-                use_tqdm,
-            )
-        )
+        check_supported({"lora_request": lora_request})
+        render = partial(pooling.options, **rendering)
+        finish = partial(pooling.vector_options, normalize=use_activation)
+        pool = partial(pooling.classify, self._frontend)
+        return self._wait(self._pool_all(pool, prompts, pooling_params, render, finish, use_tqdm))
 
     def encode(
         self,
         prompts: PromptLike | Sequence[PromptLike],
-        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        use_tqdm: bool | Callable[..., Any] = True,
         pooling_task: Literal["embed", "classify"] | None = None,
         dimensions: int | None = None,
         use_activation: bool | None = None,
+        lora_request: None = None,
         **rendering: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Compute the pooled outputs of one or more prompts; otherwise like `AsyncLLM.encode`."""
-        many: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
-        vectors = VectorOptions(dimensions=dimensions, normalize=use_activation)
-        encode = partial(pooling.encode, pooling_task or "pool", self._frontend)
-        return self._wait(self._pool_all(encode, many, pooling.options(**rendering), vectors, use_tqdm))
+        check_supported({"lora_request": lora_request})
+        first = pooling_params[0] if isinstance(pooling_params, Sequence) and pooling_params else pooling_params
+        task = pooling_task or (first.task if isinstance(first, PoolingParams) else None)
+        render = partial(pooling.options, **rendering)
+        finish = partial(pooling.vector_options, dimensions=dimensions, normalize=use_activation)
+        pool = partial(pooling.encode, task or "pool", self._frontend)
+        return self._wait(self._pool_all(pool, prompts, pooling_params, render, finish, use_tqdm))
 
     def score(
         self,
         data_1: str | Sequence[str],
         data_2: str | Sequence[str],
-        use_tqdm: bool = True,
         *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
         use_activation: bool | None = None,
+        lora_request: None = None,
         **rendering: Any,
     ) -> list[ScoringRequestOutput]:
         """Score pairs of texts, all of them in one request; otherwise like `AsyncLLM.score`."""
-        with tqdm(total=1, desc="requests", disable=not use_tqdm or None) as bar:
-            found = self._wait(
-                pooling.score(self._frontend, data_1, data_2, pooling.options(**rendering), use_activation)
-            )
+        check_supported({"lora_request": lora_request})
+        options = pooling.options(pooling_params, **rendering)
+        activated = pooling.vector_options(pooling_params, normalize=use_activation).normalize
+        with _bar(1, use_tqdm) as bar:
+            found = self._wait(pooling.score(self._frontend, data_1, data_2, options, activated))
             bar.update()
         return found
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -234,7 +269,7 @@ class LLM(OwnLoop):
         prompts: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
-        use_tqdm: bool,
+        use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         params = [sampling_params] * len(prompts) if not isinstance(sampling_params, Sequence) else sampling_params
         priorities = [0] * len(prompts) if priority is None else priority
@@ -244,7 +279,7 @@ class LLM(OwnLoop):
         processed = await asyncio.gather(*map(process, prompts, params, priorities))
         with (
             contextlib.ExitStack() as stack,
-            tqdm(total=len(prompts), desc="requests", disable=not use_tqdm or None) as bar,
+            _bar(len(prompts), use_tqdm) as bar,
         ):
             requests = []
             for each in processed:
@@ -258,18 +293,30 @@ class LLM(OwnLoop):
     async def _pool_all(
         self,
         pool: Callable[[PromptLike, EmbeddingOptions, VectorOptions], Coroutine[Any, Any, T]],
-        prompts: Sequence[PromptLike],
-        rendering: EmbeddingOptions,
-        vectors: VectorOptions,
-        use_tqdm: bool,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None,
+        render: Callable[[PoolingParams | None], EmbeddingOptions],
+        finish: Callable[[PoolingParams | None], VectorOptions],
+        use_tqdm: bool | Callable[..., Any],
     ) -> list[T]:
-        with tqdm(total=len(prompts), desc="requests", disable=not use_tqdm or None) as bar:
+        """Run `pool` for each prompt, with the options that `render` and `finish` make of its parameters."""
+        many = joined(prompts, None)
+        params = pooling_params if isinstance(pooling_params, Sequence) else [pooling_params] * len(many)
+        if len(params) != len(many):
+            raise ValueError(f"pooling_params: {len(params)} for {len(many)} prompts")
+        with _bar(len(many), use_tqdm) as bar:
 
-            async def one(prompt: PromptLike) -> T:
-                result = await pool(prompt, rendering, vectors)
+            async def one(prompt: PromptLike, given: PoolingParams | None) -> T:
+                result = await pool(prompt, render(given), finish(given))
                 bar.update()
                 return result
 
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(prompt)) for prompt in prompts]
+                tasks = [group.create_task(one(*each)) for each in zip(many, params, strict=True)]
         return [task.result() for task in tasks]
+
+
+def _bar(total: int, use_tqdm: bool | Callable[..., Any]) -> Any:
+    """A progress bar, made by `use_tqdm` if it is a function."""
+    make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm or None)
+    return make(total=total, desc="requests")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
+from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.server.config.engine_args import EngineArgs
 from quire.server.llm.async_llm import AsyncLLM
+from quire.server.llm.metrics_reader import Metric, read_metrics
 from quire.server.llm.own_loop import OwnLoop
 from quire.server.llm.prompts import PromptLike
 from quire.server.serving.llm_outputs import RequestOutput
-
-if TYPE_CHECKING:
-    from quire.server.config.engine_args import EngineArgs
 
 
 class LLMEngine(OwnLoop):
@@ -31,9 +31,41 @@ class LLMEngine(OwnLoop):
         super().__init__(llm)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> LLMEngine:
+    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> Self:
         """Load the model of `EngineArgs`; `options` as in `AsyncLLM.from_engine_args`."""
-        return cls(AsyncLLM.from_engine_args(engine_args, **options))
+        made = cls.__new__(cls)
+        LLMEngine.__init__(made, AsyncLLM.from_engine_args(engine_args, **options))
+        return made
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's configuration, such as `max_model_len` and `architecture`."""
+        return self._frontend.config.model
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer as an object of transformers, which gives the same ids; with its chat template.
+
+        It is a copy: changes to it do not affect the engine.
+        """
+        return self._wait(self._llm.get_tokenizer())
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the metrics that vLLM has, too, under its names, as they are now: `Gauge`, `Counter`, `Vector` and
+        `Histogram`.
+        """
+        return read_metrics(self._frontend.metrics.exposition())
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Start recording the operations of all ranks, for `LLMEngine.stop_profile` (see `AsyncLLM.start_profile`)."""
+        self._wait(self._llm.start_profile(profile_prefix))
+
+    def stop_profile(self) -> str:
+        """Stop recording, and return the path of the trace (see `AsyncLLM.stop_profile`)."""
+        return self._wait(self._llm.stop_profile())
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Let no later request use what the prefix cache has now; returns True (see `AsyncLLM.reset_prefix_cache`)."""
+        return self._wait(self._llm.reset_prefix_cache(reset_running_requests, reset_connector))
 
     def add_request(
         self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0

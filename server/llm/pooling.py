@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.llm.prompts import PromptLike, integer, split_salt
+from quire.server.llm.prompts import PromptLike, Tokenization, integer, split
 from quire.server.serving.frontend import Frontend
 from quire.server.serving.llm_outputs import (
     ClassificationOutput,
@@ -23,6 +24,29 @@ from quire.server.text.embedding_output import VectorOptions, scores
 from quire.server.text.inputs import EmbeddingOptions, Task
 
 
+@dataclass(kw_only=True)
+class PoolingParams:
+    """Parameters of `LLM.embed`, `LLM.classify`, `LLM.score` and `LLM.encode`, as an object. Their keyword arguments of
+    the same names override it.
+    """
+
+    dimensions: int | None = None
+    """Keep the first numbers of a Matryoshka model's vector; None: all."""
+    normalize: bool | None = None
+    """Give a vector length 1; None: as the model declares."""
+    use_activation: bool | None = None
+    """False: return logits instead of probabilities, and vectors that are not normalized."""
+    truncate_prompt_tokens: int | None = None
+    """Number of tokens to keep of a longer prompt; -1: as many as the model takes; None: a longer prompt is an error.
+    """
+    task: Literal["embed", "classify"] | None = None
+    """`LLM.encode`: the expected result; a model for another one is an error."""
+
+    def clone(self) -> PoolingParams:
+        """Return a copy."""
+        return replace(self)
+
+
 async def _pool(
     task: Task,
     frontend: Frontend,
@@ -33,7 +57,7 @@ async def _pool(
     priority: int,
 ) -> tuple[list[float], dict[str, Any]]:
     """Return a prompt's vector, and the common fields of results."""
-    processor, (given, salt) = frontend.admit(task), split_salt(prompt)
+    processor, (given, text, salt) = frontend.admit(task), split(prompt)
     (ids,) = await processor.pooled.process_embeddings({"prompt": given}, rendering, vectors)
     request_id = request_id or uuid.uuid4().hex
     with frontend.embed(request_id, [ids], integer(priority, "priority"), salt) as embedding:
@@ -41,7 +65,7 @@ async def _pool(
     assert processor.pooling is not None
     return vectors.finish(output.vector or b"", processor.pooling).tolist(), {
         "request_id": request_id,
-        "prompt": given if isinstance(given, str) else None,
+        "prompt": text,
         "prompt_token_ids": ids,
         "num_cached_tokens": output.num_cached_tokens,
     }
@@ -119,11 +143,33 @@ async def score(
 
 
 def options(
+    params: PoolingParams | None = None,
     *,
     truncate_prompt_tokens: int | None = None,
     truncation_side: Literal["left", "right"] = "right",
     add_special_tokens: bool = True,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
+    prompt_name: str | None = None,
 ) -> EmbeddingOptions:
+    """The options for rendering prompts, from a method's arguments; they override `params`."""
+    tokenization = Tokenization.of(tokenization_kwargs)
+    of_params = None if params is None else params.truncate_prompt_tokens
+    lengths = (truncate_prompt_tokens, tokenization.truncate_prompt_tokens, of_params)
     return EmbeddingOptions(
-        add_special_tokens=add_special_tokens, truncate=truncate_prompt_tokens, truncation_side=truncation_side
+        add_special_tokens=add_special_tokens and tokenization.add_special_tokens is not False,
+        truncate=next((each for each in lengths if each is not None), None),
+        truncation_side=truncation_side,
+        prompt_name=prompt_name,
+    )
+
+
+def vector_options(
+    params: PoolingParams | None, *, dimensions: int | None = None, normalize: bool | None = None
+) -> VectorOptions:
+    """The options for vectors and probabilities, from a method's arguments; they override `params`."""
+    params = params or PoolingParams()
+    switches = (normalize, params.use_activation, params.normalize)
+    return VectorOptions(
+        dimensions=params.dimensions if dimensions is None else dimensions,
+        normalize=next((each for each in switches if each is not None), None),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 
@@ -16,7 +18,53 @@ from quire.server.text.inputs import ChatInput, GenerationInput, Prompt, Request
 from quire.server.text.tools import read_tool_use
 
 PromptLike = str | list[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with either as `prompt` or `prompt_token_ids`, and optionally a `cache_salt`."""
+"""Text, token ids, or a mapping such as `TextPrompt` and `TokensPrompt`."""
+
+
+class TextPrompt(TypedDict):
+    """A text as a prompt. A dict with these keys does as well."""
+
+    prompt: str
+    """The text."""
+    cache_salt: NotRequired[str]
+    """Requests share cached prefixes only with requests that have the same salt."""
+
+
+class TokensPrompt(TypedDict):
+    """Token ids as a prompt. A dict with these keys does as well."""
+
+    prompt_token_ids: list[int]
+    """The token ids, which are used unchanged."""
+    prompt: NotRequired[str]
+    """Their text, which the result repeats."""
+    cache_salt: NotRequired[str]
+    """Requests share cached prefixes only with requests that have the same salt."""
+
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_ONLY_TEXT = "only text is supported"
+_UNSUPPORTED = {
+    "chat_template_content_format": "it is detected from the chat template",
+    "guided_options_request": "use SamplingParams(structured_outputs=…)",
+    "lora_request": "LoRA adapters are not supported; merge the adapter into the model",
+    "mm_processor_kwargs": _ONLY_TEXT,
+    "multi_modal_data": _ONLY_TEXT,
+    "multi_modal_uuids": _ONLY_TEXT,
+    "prompt_adapter_request": "prompt adapters are not supported",
+    "prompt_embeds": "embeddings as prompts are not supported; use texts or token ids",
+    "encoder_prompt": "models with an encoder and a decoder are not supported",
+    "decoder_prompt": "models with an encoder and a decoder are not supported",
+    "token_type_ids": "use `score` for pairs of texts",
+}
+"""Arguments and keys of vLLM that would change results, and what to do instead."""
+
+
+class PromptText(NamedTuple):
+    """A prompt, its text if that is known, and its salt."""
+
+    prompt: Prompt
+    text: str | None
+    cache_salt: str | None
 
 
 class ProcessedPrompt(NamedTuple):
@@ -24,6 +72,28 @@ class ProcessedPrompt(NamedTuple):
 
     given: GenerationInput
     text: str | None = None
+
+
+class Tokenization(NamedTuple):
+    """vLLM's `tokenization_kwargs`. None: the method's own default."""
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    @staticmethod
+    def of(given: Mapping[str, Any] | None) -> Tokenization:
+        """Raises `InvalidParameter` for keys that are not supported."""
+        try:
+            return Tokenization(**given or {})
+        except TypeError:
+            raise InvalidParameter(
+                f"tokenization_kwargs: only {' and '.join(Tokenization._fields)} are supported, got "
+                f"{', '.join(map(str, given or {}))}",
+                "tokenization_kwargs",
+            ) from None
+
+
+DEFAULT_TOKENIZATION = Tokenization()
 
 
 def chat_input(
@@ -40,19 +110,44 @@ def chat_input(
 
 
 async def process_prompt(
-    frontend: Frontend, prompt: PromptLike, params: SamplingParams | None, priority: int
+    frontend: Frontend,
+    prompt: PromptLike,
+    params: SamplingParams | None,
+    priority: int,
+    *,
+    tokenization: Tokenization = DEFAULT_TOKENIZATION,
 ) -> ProcessedPrompt:
-    processor, (given, salt) = frontend.admit(), split_salt(prompt)
-    options = _options(priority, salt)
-    processed = await processor.process_prompts([given], _checked(processor, params), options)
-    return ProcessedPrompt(processed, given if isinstance(given, str) else None)
+    processor, (given, text, salt) = frontend.admit(), split(prompt)
+    checked = _checked(processor, params)
+    if checked.thinking_token_budget is not None:
+        raise InvalidParameter(
+            "thinking_token_budget: only conversations have reasoning whose tokens are counted; use `chat`",
+            "thinking_token_budget",
+        )
+    processed = await processor.process_prompts(
+        [given],
+        checked,
+        _options(checked, priority, salt, tokenization),
+        add_special_tokens=tokenization.add_special_tokens is not False,
+    )
+    return ProcessedPrompt(processed, text)
 
 
 async def process_chat(
-    frontend: Frontend, chat: ChatInput, params: SamplingParams | None, priority: int
+    frontend: Frontend,
+    chat: ChatInput,
+    params: SamplingParams | None,
+    priority: int,
+    *,
+    tokenization: Tokenization = DEFAULT_TOKENIZATION,
 ) -> ProcessedPrompt:
-    processor, options = frontend.admit(), _options(priority)
-    return ProcessedPrompt(await processor.process_chat(chat, _checked(processor, params), options))
+    processor = frontend.admit()
+    checked = _checked(processor, params)
+    if tokenization.add_special_tokens is not None:
+        chat = replace(chat, template=replace(chat.template, add_special_tokens=tokenization.add_special_tokens))
+    chat = replace(chat, thinking_budget=checked.thinking_token_budget)
+    options = _options(checked, priority, None, tokenization)
+    return ProcessedPrompt(await processor.process_chat(chat, checked, options))
 
 
 def _checked(processor: InputProcessor, params: SamplingParams | None) -> SamplingParams:
@@ -73,8 +168,16 @@ def _checked(processor: InputProcessor, params: SamplingParams | None) -> Sampli
     return checked
 
 
-def _options(priority: Any, cache_salt: str | None = None) -> RequestOptions:
-    return RequestOptions(priority=integer(priority, "priority"), cache_salt=cache_salt, reject_long_output=False)
+def _options(
+    params: SamplingParams, priority: Any, cache_salt: str | None, tokenization: Tokenization
+) -> RequestOptions:
+    kept = params.truncate_prompt_tokens
+    return RequestOptions(
+        truncate_prompt_tokens=tokenization.truncate_prompt_tokens if kept is None else kept,
+        priority=integer(priority, "priority"),
+        cache_salt=cache_salt,
+        reject_long_output=False,
+    )
 
 
 def integer(value: Any, param: str) -> int:
@@ -90,9 +193,47 @@ def is_one_prompt(prompts: Any) -> bool:
     )
 
 
-def split_salt(prompt: PromptLike) -> tuple[Prompt, str | None]:
-    """Return a prompt and its salt."""
+def split(prompt: PromptLike) -> PromptText:
+    """Return the parts of a prompt; raises `InvalidParameter` for keys that are unknown or not supported."""
     if not isinstance(prompt, Mapping):
-        return prompt, None
-    given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-    return given, prompt.get("cache_salt")
+        return PromptText(prompt, prompt if isinstance(prompt, str) else None, None)
+    for key, value in prompt.items():
+        if key not in _KEYS:
+            check_supported({key: value}, InvalidParameter(f"prompt: unknown key {key!r}{_nearest(key, _KEYS)}", key))
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if (given := text if ids is None else ids) is None:
+        raise InvalidParameter("prompt: a mapping must have a prompt or prompt_token_ids", "prompt")
+    return PromptText(given, text, prompt.get("cache_salt"))
+
+
+def joined(prompts: Any, prompt_token_ids: Any) -> list[Any]:
+    """Return the prompts of a method of `LLM` as a list, given as vLLM takes them. With `prompt_token_ids`, the
+    `prompts` are their texts.
+
+    Raises `InvalidParameter` if there are neither, or not as many of both.
+    """
+    if prompt_token_ids is None:
+        if prompts is None:
+            raise InvalidParameter("prompts must be given", "prompts")
+        return [prompts] if is_one_prompt(prompts) else list(prompts)
+    ids = [prompt_token_ids] if is_one_prompt(prompt_token_ids) else list(prompt_token_ids)
+    texts = [None] * len(ids) if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
+    if len(ids) != len(texts):
+        raise InvalidParameter(f"prompt_token_ids: {len(ids)} for {len(texts)} prompts", "prompt_token_ids")
+    return [{"prompt_token_ids": each, "prompt": text} for each, text in zip(ids, texts, strict=True)]
+
+
+def check_supported(given: Mapping[str, Any], unknown: Exception | None = None) -> None:
+    """Reject arguments that are not supported, unless they are empty or None, and those that are not vLLM's: with the
+    error `unknown`, or a `TypeError`. Raises `InvalidParameter`.
+    """
+    for name, value in given.items():
+        if name not in _UNSUPPORTED:
+            raise unknown or TypeError(f"unexpected keyword argument {name!r}{_nearest(name, _UNSUPPORTED)}")
+        if value is not None and value not in ({}, [], (), "auto", "string"):
+            raise InvalidParameter(f"{name}: {_UNSUPPORTED[name]}", name)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""

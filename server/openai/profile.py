@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import IO, Annotated, ClassVar
 
@@ -13,7 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from quire.server.client.profiler import MAX_PROFILE_SECONDS, ProfileConflict
+from quire.server.client.profiler import MAX_PROFILE_SECONDS, ProfileConflict, trace_name
 from quire.server.http.errors import ApiError, json_response
 from quire.server.http.large_bodies import check_type
 from quire.server.http.request_model import ExtraField, RequestModel, hint
@@ -70,16 +68,13 @@ async def stop_profile(state: AppState, request: Request) -> Response:
     """
     _check(state, request)
     folder = state.torch_profiler_dir
-    name = time.strftime(f"quire-%Y%m%d-%H%M%S-{time.time_ns() % 1000:03}.json.gz")
-    path = os.path.join(folder or "", name)
     try:
+        if folder is not None:
+            path, report = await state.frontend.profiler.save(folder)
+            return json_response({"path": path, "events": report.num_events, "cut_off": report.is_cut})
         with contextlib.ExitStack() as opened:
-            if folder is None:  # the file has no name, so that nothing is left behind
-                file: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())
-            else:
-                file = opened.enter_context(open(path, "xb"))
-                opened.callback(_remove, path)
-            report = await state.frontend.profiler.stop(file)
+            file: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())  # nameless: nothing is left behind
+            await state.frontend.profiler.stop(file)
             file.flush()
             opened.pop_all()
     except ProfileConflict as conflict:
@@ -87,17 +82,9 @@ async def stop_profile(state: AppState, request: Request) -> Response:
     except OSError as error:
         text = f"the trace cannot be written to {folder or tempfile.gettempdir()}: {error.strerror}"
         raise ApiError(500, text, "profile_not_written") from None
-    if folder is not None:
-        file.close()
-        return json_response({"path": path, "events": report.num_events, "cut_off": report.is_cut})
-    headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Length": str(file.tell())}
+    headers = {"Content-Disposition": f'attachment; filename="{trace_name()}"', "Content-Length": str(file.tell())}
     file.seek(0)
     return StreamingResponse(_chunks(file), media_type="application/gzip", headers=headers)
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _chunks(file: IO[bytes]) -> Iterator[bytes]:

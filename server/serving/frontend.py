@@ -103,6 +103,8 @@ class Frontend:
         self._seeds = random.Random(
             f"{config.model.seed}/{process_info.index}" if process_info.index else config.model.seed
         )
+        self._num_resets = 0
+        """How often the prefix cache has been reset."""
         self._seconds: dict[str, float] = {}
         self._loading = asyncio.create_task(asyncio.to_thread(self._load, formats))
         self._loading.add_done_callback(self._limit)
@@ -228,6 +230,13 @@ class Frontend:
             raise InvalidParameter("this server has a fixed number of replicas", "data_parallel_size")
         await self.ask_resize(count, drain_seconds)
 
+    def reset_prefix_cache(self) -> None:
+        """Let no later request of this process use what the prefix cache has now.
+
+        Blocks are found by their content and salt: later requests get another salt, and the old blocks age out.
+        """
+        self._num_resets += 1
+
     async def probe(self) -> None:
         """Return when the engine loop and every rank have answered; raises `EngineUnavailable` if they do not."""
         _ = self.input_processor
@@ -314,6 +323,8 @@ class Frontend:
         engine_ids = [ENGINE_ID.format(request_id, at, serial, process) for at in range(len(sequences))]
         # The engine sees no text: a salt has the length of a prefix cache hash.
         salt = blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest() if cache_salt else b""
+        if self._num_resets:
+            salt = blake2b(b"%d/%b" % (self._num_resets, salt), digest_size=16).digest()
         requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]
         return self.client.submit(requests, priority, salt, n, second_segments), engine_ids
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast, overload
 
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.server.parsers.events import ToolCall
@@ -24,6 +25,79 @@ class Logprob(NamedTuple):
     """The text of the token."""
 
 
+P = TypeVar("P", bound=dict[int, Logprob] | None)
+
+
+class FlatLogprobs(Sequence[P]):
+    """The log-probabilities of all positions of a text, in a few flat columns (`flat_logprobs` of
+    `SamplingParams`).
+
+    It reads like the list of dicts that it replaces: each position is made when it is read. Position `i` has the rows
+    from `start_indices[i]` to `end_indices[i]` of the other columns.
+    """
+
+    def __init__(self, positions: Iterable[P] = ()) -> None:
+        self.start_indices = array("q")
+        self.end_indices = array("q")
+        self.token_ids = array("q")
+        self.logprobs = array("d")
+        self.ranks: list[int | None] = []
+        self.decoded_tokens: list[str] = []
+        for position in positions:
+            self.append(position)
+
+    def append(self, position: P) -> None:
+        """Append a position; None, as for the first token of a prompt, has no rows."""
+        self.start_indices.append(len(self.token_ids))
+        rows: dict[int, Logprob] = position or {}
+        for token_id, found in rows.items():
+            self.token_ids.append(token_id)
+            self.logprobs.append(found.logprob)
+            self.ranks.append(found.rank)
+            self.decoded_tokens.append(found.decoded_token)
+        self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> P: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs[P]: ...
+
+    def __getitem__(self, index: int | slice) -> P | FlatLogprobs[P]:
+        at = range(len(self))[index]
+        return self._position(at) if isinstance(at, int) else FlatLogprobs(map(self._position, at))
+
+    def _position(self, at: int) -> P:
+        rows = range(self.start_indices[at], self.end_indices[at])
+        found = {
+            self.token_ids[row]: Logprob(self.logprobs[row], self.ranks[row], self.decoded_tokens[row]) for row in rows
+        }
+        return cast(P, found or None)
+
+
+@dataclass
+class RequestStateStats:
+    """The times of a request. Times named `…_ts` are seconds of `time.monotonic`; 0: not yet known."""
+
+    arrival_time: float
+    """The time of its arrival, as of `time.time`."""
+    queued_ts: float
+    """When it was sent to the engine."""
+    scheduled_ts: float = 0.0
+    """When it was first scheduled; known at its end."""
+    first_token_ts: float = 0.0
+    """When its first output arrived."""
+    last_token_ts: float = 0.0
+    """When its last output arrived."""
+    first_token_latency: float = 0.0
+    """Seconds from its arrival to its first output."""
+    num_generation_tokens: int = 0
+    """Output tokens of all sequences so far."""
+
+
 @dataclass
 class CompletionOutput:
     """One of the `n` sequences generated for a prompt."""
@@ -34,7 +108,9 @@ class CompletionOutput:
     """The whole output so far; without the stop string that ended it, unless `include_stop_str_in_output`."""
     token_ids: list[int] = field(default_factory=list)
     """The tokens of the output so far."""
-    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    """The sum of the log-probabilities of the output's tokens. None unless `logprobs` are requested."""
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs[dict[int, Logprob]] | None = None
     """For each of `token_ids`: the sampled token and the most likely ones, by token id. None unless requested."""
     finish_reason: AnswerEnd | None = None
     """Why the sequence ended; None while it is running."""
@@ -42,6 +118,10 @@ class CompletionOutput:
     """The stop string or stop token that ended the sequence; None for the end-of-sequence token."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Calls of the tools given to `chat`, once the sequence is finished."""
+
+    def finished(self) -> bool:
+        """Return whether the sequence has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass
@@ -60,8 +140,10 @@ class RequestOutput:
     """Whether all sequences have ended."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs[dict[int, Logprob] | None] | None = None
     """If requested: None for the first token of the prompt; then that token and the most likely ones, by token id."""
+    metrics: RequestStateStats | None = None
+    """The times of the request."""
 
 
 @dataclass
@@ -112,6 +194,11 @@ class EmbeddingOutput:
 
     embedding: list[float]
     """`[dimensions]`: the vector."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of dimensions."""
+        return len(self.embedding)
 
 
 @dataclass
@@ -177,19 +264,29 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 def completion(
-    tokenizer: Tokenizer, sequence: TextDelta, tool_calls: list[ToolCall], *, is_ranked: bool
+    tokenizer: Tokenizer,
+    sequence: TextDelta,
+    tool_calls: list[ToolCall],
+    *,
+    is_ranked: bool,
+    is_flat: bool = False,
+    total_logprob: float | None = None,
 ) -> CompletionOutput:
-    """Convert a sequence to the Python API's format; returns a copy. `is_ranked`: the other tokens are the most likely
-    ones.
+    """Convert a sequence, or a piece of one, to the Python API's format; returns a copy.
+
+    `is_ranked`: the other tokens are the most likely ones. `is_flat`: return `FlatLogprobs`. `total_logprob` is that of
+    the whole sequence so far.
     """
-    logprobs = None
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs[dict[int, Logprob]] | None = None
     if sequence.logprobs is not None:
         pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
-        logprobs = [_by_token(tokenizer, sampled, at, is_ranked=is_ranked) for sampled, at in pairs]
+        positions = (_by_token(tokenizer, sampled, at, is_ranked=is_ranked) for sampled, at in pairs)
+        logprobs = FlatLogprobs(positions) if is_flat else list(positions)
     return CompletionOutput(
         index=sequence.index,
         text=sequence.text,
         token_ids=list(sequence.token_ids),
+        cumulative_logprob=total_logprob,
         logprobs=logprobs,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
@@ -199,9 +296,9 @@ def completion(
 
 def beam_search_sequence(prompt: list[int], output: CompletionOutput) -> BeamSearchSequence:
     """Convert a sequence of beam search."""
-    logprobs = output.logprobs or []
-    total = sum(at[token].logprob for token, at in zip(output.token_ids, logprobs, strict=True))
-    return BeamSearchSequence(prompt + output.token_ids, logprobs, total, output.text, output.finish_reason)
+    assert isinstance(output.logprobs, list)
+    total = output.cumulative_logprob or 0.0
+    return BeamSearchSequence(prompt + output.token_ids, output.logprobs, total, output.text, output.finish_reason)
 
 
 def prompt_logprobs(

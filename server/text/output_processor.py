@@ -110,6 +110,16 @@ class Detokenizer:
         return new[shared:]
 
 
+class NoDetokenizer:
+    """In place of a `Detokenizer`, if nobody reads the text."""
+
+    def feed(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 def _complete_text(text: str) -> str:
     """The text without trailing U+FFFD (up to three) that may still become one character."""
     tail = len(text) - len(text.rstrip(_REPLACEMENT))
@@ -233,7 +243,9 @@ class OutputProcessor:
         self._params = params
         special = tokenizer.special_among(output_format.markers) if output_format and params.skip_special_tokens else {}
         kept = frozenset(special.values())
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens, kept)
+        self._detokenizer: Detokenizer | NoDetokenizer = NoDetokenizer()
+        if params.detokenize:
+            self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens, kept)
         self._parser: OutputParser | None = output_format.parser(hidden=special) if output_format else None
         self._has_words = self._has_called = False
         self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None

@@ -49,7 +49,7 @@ def run(parsed: argparse.Namespace) -> int:
 
         def generate(asked: list[Sample], *, use_tqdm: bool) -> int:
             params = [SamplingParams(max_tokens=sample.output_len, ignore_eos=True) for sample in asked]
-            results = llm.generate([sample.prompt for sample in asked], params, use_tqdm)
+            results = llm.generate([sample.prompt for sample in asked], params, use_tqdm=use_tqdm)
             return sum(len(result.outputs[0].token_ids) for result in results)
 
         asked = draw(wanted.num_prompts, 0)

@@ -73,6 +73,22 @@ def test_chat(llm: LLM) -> None:
         assert all(result.outputs[0].text == "user\nhi\nassistant\n" for result in results)
 
 
+def test_the_tokenizer_is_an_object_of_transformers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    result = llm.generate("hello")[0]
+    assert tokenizer("hello")["input_ids"] == tokenizer.encode("hello") == result.prompt_token_ids
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert llm.generate(prompt, tokenization_kwargs={"add_special_tokens": False})[0].prompt_token_ids == (
+        llm.chat(messages)[0].prompt_token_ids
+    )
+    assert tokenizer.model_max_length == llm.llm_engine.model_config.max_model_len
+    assert set(tokenizer.all_special_ids) == llm._frontend.input_processor.tokenizer.special_ids
+    assert len(tokenizer("hello", truncation=True, max_length=1)["input_ids"]) == 1
+    assert llm.generate("hello")[0].prompt_token_ids == result.prompt_token_ids
+    assert llm.llm_engine.get_tokenizer() is tokenizer
+
+
 def test_beam_search(llm: LLM) -> None:
     prompts: list[Any] = ["hello", [70, 71]]
     hello, other = llm.beam_search(prompts, BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False)
@@ -233,8 +249,6 @@ def test_errors_reach_the_caller_and_the_engine_goes_on(llm: LLM) -> None:
 def test_unsupported_models_are_rejected_at_once(model_folder: Path, core_mode: Callable[[str], None]) -> None:
     with pytest.raises(ConfigError, match="does not divide"):
         LLM(str(model_folder), load_format="dummy", device="cpu", tensor_parallel_size=3)
-    with pytest.raises(TypeError, match="no_such_option"):
-        LLM(str(model_folder), no_such_option=1)
     core_mode("dead")
     with pytest.raises(EngineUnavailable, match="do not fit"):
         LLM(str(model_folder), load_format="dummy", device="cpu")

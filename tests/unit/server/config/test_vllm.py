@@ -412,3 +412,63 @@ def test_engine_args_are_read_changed_and_taken_from_a_command_line(monkeypatch:
     assert AsyncEngineArgs.from_cli_args(parsed).options == EngineOptions(
         model="other/model", tensor_parallel_size=2, enable_prefix_caching=False, pipeline_layer_partition="3,2"
     )
+
+
+def test_what_llm_takes_in_vllm_is_taken_or_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    args = EngineArgs(
+        "some/model",
+        swap_space=4,
+        disable_log_stats=True,
+        tokenizer_mode="auto",
+        task="generate",
+        cpu_offload_gb=0,
+        enable_lora=False,
+        limit_mm_per_prompt={"image": 1},
+        compilation_config={"level": 3},
+        max_seq_len_to_capture=8192,
+        skip_tokenizer_init=False,
+        disable_async_output_proc=True,
+        additional_config={},
+        offload_params=set(),
+        dtype="torch.half",
+        hf_token=True,
+        quantization=None,
+        allowed_media_domains={"example.org"},
+    )
+    assert args.options == EngineOptions(model="some/model", runner="generate", dtype="float16")
+    assert {record.getMessage().split()[0] for record in caplog.records} == {
+        *("--swap-space", "--disable-log-stats", "--limit-mm-per-prompt", "--compilation-config"),
+        *("--max-seq-len-to-capture", "--disable-async-output-proc", "--allowed-media-domains"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"skip_tokenizer_init": True}, "argument --skip-tokenizer-init: the tokenizer is the model's own"),
+        ({"cpu_offload_gb": 4}, "argument --cpu-offload-gb: it is not supported; use more ranks"),
+        ({"enable_lora": True}, "argument --enable-lora: LoRA adapters are not supported"),
+        ({"tensor_parallel": 2}, "--tensor-parallel: did you mean --tensor-parallel-size?"),
+        ({"no_such_option": 1}, "unrecognized arguments: --no-such-option=1; docs/reference/vllm.md lists"),
+        ({"hf_overrides": len}, "argument --hf-overrides: functions and classes are not supported"),
+        ({"hf_overrides": {"a": {1}}}, "argument --hf-overrides: expected a JSON object"),
+        ({"dtype": "float8"}, "argument --dtype: invalid choice: 'float8'"),
+    ],
+)
+def test_options_of_programs_have_the_errors_of_the_command_line(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineArgs("some/model", **option)
+    assert message in str(refused.value)
+
+
+def test_programs_have_the_chat_format_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs(
+        chat_template="{{ messages }}", structured_outputs_config={"reasoning_parser": "qwen3"}, log_level="INFO"
+    )
+    options = args.server_options
+    assert (options.chat_template, options.reasoning_parser, options.log_level) == ("{{ messages }}", "qwen3", "info")
+    assert EngineArgs().log_level == "warning"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert EngineArgs(profiler_config={"torch_profiler_dir": "/traces"}).server_options == ServerOptions(
+        torch_profiler_dir="/traces", log_level="debug"
+    )

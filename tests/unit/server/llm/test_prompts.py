@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.llm.prompts import chat_input, process_chat, process_prompt
+from quire.server.llm.prompts import (
+    TextPrompt,
+    Tokenization,
+    TokensPrompt,
+    chat_input,
+    check_supported,
+    joined,
+    process_chat,
+    process_prompt,
+    split,
+)
 from tests.fakes.api_server import Server
 
 
@@ -20,3 +34,64 @@ async def test_priority_and_salt_of_a_prompt_reach_the_engine(server: Server) ->
 async def test_priority_of_a_conversation_reaches_the_engine(server: Server) -> None:
     chat = replace(chat_input(), messages=[{"role": "user", "content": "a"}])
     assert (await process_chat(server.frontend, chat, None, 3)).given.priority == 3
+
+
+async def test_prompts_are_truncated_and_tokenized_as_asked(server: Server) -> None:
+    whole = server.tokenizer.encode("all kinds", add_special_tokens=True)
+    assert len(whole) > 3
+    processed = await process_prompt(server.frontend, "all kinds", SamplingParams(truncate_prompt_tokens=3), 0)
+    assert processed.given.prompts == [whole[-3:]]
+    asked = Tokenization.of({"add_special_tokens": False, "truncate_prompt_tokens": 2})
+    processed = await process_prompt(server.frontend, "all kinds", None, 0, tokenization=asked)
+    assert processed.given.prompts == [server.tokenizer.encode("all kinds", add_special_tokens=False)[-2:]]
+    with pytest.raises(InvalidParameter, match=r"only add_special_tokens and truncate_prompt_tokens .*, got padding"):
+        Tokenization.of({"padding": True})
+
+
+async def test_thinking_budgets_are_for_conversations(server: Server) -> None:
+    params = SamplingParams(thinking_token_budget=3)
+    with pytest.raises(InvalidParameter, match="thinking_token_budget: only conversations"):
+        await process_prompt(server.frontend, "a", params, 0)
+    chat = replace(chat_input(), messages=[{"role": "user", "content": "a"}])
+    with pytest.raises(InvalidParameter, match="thinking_token_budget: this model has no reasoning"):
+        await process_chat(server.frontend, chat, params, 0)
+
+
+def test_the_parts_of_a_prompt() -> None:
+    assert split(TextPrompt(prompt="a", cache_salt="s")) == ("a", "a", "s")
+    assert split(TokensPrompt(prompt_token_ids=[1], prompt="a")) == ([1], "a", None)
+    assert split({"prompt": "a", "multi_modal_data": None}) == ("a", "a", None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data: only text is supported"),
+        ({"prompt": "a", "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs: only text is supported"),
+        ({"prompt_embeds": [[0.5]]}, "prompt_embeds: embeddings as prompts are not supported"),
+        ({"prompt_tokens_ids": [1]}, "prompt: unknown key 'prompt_tokens_ids'; did you mean prompt_token_ids?"),
+        ({"cache_salt": "a"}, "prompt: a mapping must have a prompt or prompt_token_ids"),
+    ],
+)
+def test_keys_that_would_change_the_answer_are_refused(prompt: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        split(prompt)
+    assert str(refused.value) == message or str(refused.value).startswith(message)
+
+
+def test_prompts_and_token_ids_are_joined() -> None:
+    assert joined("a", None) == ["a"]
+    assert joined(None, [1, 2]) == [{"prompt_token_ids": [1, 2], "prompt": None}]
+    assert joined(["a", "b"], [[1], [2]])[1] == {"prompt_token_ids": [2], "prompt": "b"}
+    with pytest.raises(InvalidParameter, match="prompt_token_ids: 2 for 1 prompts"):
+        joined("a", [[1], [2]])
+    with pytest.raises(InvalidParameter, match="prompts must be given"):
+        joined(None, None)
+
+
+def test_arguments_of_vllm_that_are_not_supported() -> None:
+    check_supported({"lora_request": None, "mm_processor_kwargs": {}, "chat_template_content_format": "auto"})
+    with pytest.raises(InvalidParameter, match="lora_request: LoRA adapters are not supported"):
+        check_supported({"lora_request": object()})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lora_requests'; did you mean lora_request"):
+        check_supported({"lora_requests": None})

@@ -428,10 +428,12 @@ def test_llm_embeds(llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: py
     assert query.prompt_token_ids == llm.embed("quick fox", use_tqdm=False)[0].prompt_token_ids
     close(query.outputs.embedding, expected(query.prompt_token_ids, normalize=False))
     ids = llm._frontend.input_processor.tokenizer.encode("ab", add_special_tokens=False)
-    (cut,) = llm.embed([ids], False, truncate_prompt_tokens=1, truncation_side="left", add_special_tokens=False)
+    (cut,) = llm.embed(
+        [ids], use_tqdm=False, truncate_prompt_tokens=1, truncation_side="left", add_special_tokens=False
+    )
     assert cut.prompt_token_ids == ids[-1:]
-    assert llm.embed("a" * 50, False, truncate_prompt_tokens=4)[0].prompt_token_ids[3:] == [
-        llm.embed("a", False)[0].prompt_token_ids[0]
+    assert llm.embed("a" * 50, use_tqdm=False, truncate_prompt_tokens=4)[0].prompt_token_ids[3:] == [
+        llm.embed("a", use_tqdm=False)[0].prompt_token_ids[0]
     ]
 
 
