@@ -49,8 +49,8 @@ class FlatLogprobs(Sequence[P]):
     def append(self, position: P) -> None:
         """Append a position; None, as for the first token of a prompt, has no rows."""
         self.start_indices.append(len(self.token_ids))
-        rows: dict[int, Logprob] = position or {}
-        for token_id, found in rows.items():
+        rows = cast(dict[int, Logprob] | None, position)
+        for token_id, found in (rows or {}).items():
             self.token_ids.append(token_id)
             self.logprobs.append(found.logprob)
             self.ranks.append(found.rank)

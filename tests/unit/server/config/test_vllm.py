@@ -472,3 +472,20 @@ def test_programs_have_the_chat_format_too(monkeypatch: pytest.MonkeyPatch) -> N
     assert EngineArgs(profiler_config={"torch_profiler_dir": "/traces"}).server_options == ServerOptions(
         torch_profiler_dir="/traces", log_level="debug"
     )
+
+
+def test_all_options_of_an_engine_are_the_same_as_options_of_a_program() -> None:
+    options = EngineOptions(
+        model="some/model",
+        tensor_parallel_size=2,
+        pipeline_layer_partition="3,2",
+        dtype="float16",
+        max_model_len="auto",
+        hf_overrides={"rope_scaling": {"factor": 4.0}, "a_b": None},
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.5,
+        cluster_token="-a secret = of many characters",
+        cuda_graph_sizes="1,2",
+        seed=-1,
+    )
+    assert EngineArgs(**vars(options)).options == options

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tqdm import tqdm
@@ -24,8 +25,10 @@ from quire import (
     Vector,
 )
 from quire.engine.protocol.errors import ConfigError
+from quire.server.client.output_stream import OutputStream
 from quire.server.client.profiler import ProfileConflict
 from quire.server.llm.metrics_reader import read_metrics
+from quire.server.llm.prompts import PromptLike
 from tests.fakes import fake_core
 
 
@@ -103,15 +106,17 @@ async def test_profiles_need_a_folder(model_folder: Path) -> None:
 def test_a_reset_prefix_cache_is_found_by_nobody(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     salts: list[bytes] = []
     submit = llm._frontend.client.submit
-    monkeypatch.setattr(
-        llm._frontend.client,
-        "submit",
-        lambda given, priority, salt, *rest: (salts.append(salt), submit(given, priority, salt, *rest))[1],
-    )
+
+    def spy(requests: Any, priority: int, salt: bytes, *rest: Any) -> OutputStream:
+        salts.append(salt)
+        return submit(requests, priority, salt, *rest)
+
+    monkeypatch.setattr(llm._frontend.client, "submit", spy)
+    prompts: list[PromptLike] = ["a", {"prompt": "a", "cache_salt": "s"}]
 
     def salts_of_both() -> list[bytes]:
         salts.clear()
-        llm.generate(["a", {"prompt": "a", "cache_salt": "s"}])
+        llm.generate(prompts)
         return salts.copy()
 
     first = salts_of_both()

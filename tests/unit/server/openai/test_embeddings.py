@@ -16,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 
-from quire import LLM, AsyncLLM, SamplingParams
+from quire import LLM, AsyncLLM, PoolingParams, SamplingParams
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.engine_core import AbortRequests, EngineCoreRequest
@@ -435,6 +435,25 @@ def test_llm_embeds(llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: py
     assert llm.embed("a" * 50, use_tqdm=False, truncate_prompt_tokens=4)[0].prompt_token_ids[3:] == [
         llm.embed("a", use_tqdm=False)[0].prompt_token_ids[0]
     ]
+
+
+def test_parameters_of_pooling_may_be_an_object_for_each_prompt(llm: LLM) -> None:
+    params = [PoolingParams(use_activation=False, truncate_prompt_tokens=1), PoolingParams(normalize=True)]
+    first, second = llm.embed(["a b c", "a b c"], pooling_params=params)
+    assert len(first.prompt_token_ids) == 1 < len(second.prompt_token_ids)
+    close(first.outputs.embedding, expected(first.prompt_token_ids, normalize=False))
+    close(second.outputs.embedding, expected(second.prompt_token_ids))
+    (same,) = llm.embed("a b c", pooling_params=params[0], normalize=True, truncate_prompt_tokens=-1)
+    assert same.outputs == second.outputs
+    assert same.outputs.hidden_size == SIZE
+    (pooled,) = llm.encode("a b c", params[1].clone())
+    assert pooled.outputs.data == second.outputs.embedding
+    with pytest.raises(ValueError, match="pooling_params: 2 for 1 prompts"):
+        llm.embed("a", pooling_params=params)
+    with pytest.raises(InvalidParameter, match="classif"):
+        llm.encode("a", PoolingParams(task="classify"))
+    with pytest.raises(InvalidParameter, match="lora_request"):
+        llm.embed("a", lora_request=object())
 
 
 def test_errors_reach_the_caller(llm: LLM) -> None:
