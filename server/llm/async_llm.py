@@ -25,7 +25,7 @@ from quire.server.llm import pooling
 from quire.server.llm.hf_tokenizer import hf_tokenizer
 from quire.server.llm.offline_request import OfflineRequest
 from quire.server.llm.pooling import PoolingParams
-from quire.server.llm.prompts import PromptLike, chat_input, process_chat, process_prompt
+from quire.server.llm.prompts import PromptLike, chat_input, check_supported, process_chat, process_prompt
 from quire.server.serving.frontend import Frontend
 from quire.server.serving.llm_outputs import (
     ClassificationRequestOutput,
@@ -97,27 +97,36 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        **unsupported: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Generate text for a prompt, for `async for`. Each result holds all output so far, unless `output_kind` of the
         `sampling_params` says otherwise; the last one is `finished`.
 
         `sampling_params` None: the model's own defaults. `request_id` None: a random one. Requests of lower `priority`
-        run first with `scheduling_policy="priority"`.
+        run first with `scheduling_policy="priority"`. Other arguments of vLLM's (`unsupported`), such as
+        `lora_request`, must be None.
 
         Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed` and
         `EngineUnavailable`.
         """
+        check_supported(unsupported)
         request = await self._submit(prompt, sampling_params, request_id, priority)
         async for result in request.results():
             yield result
 
     async def add_request(
-        self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        **unsupported: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Start a request; returns the results that `AsyncLLM.generate` yields, which need not be read at once.
 
         The request is aborted when the iterator is deleted. Raises `InvalidParameter` and `EngineUnavailable`.
         """
+        check_supported(unsupported)
         return _Results(await self._submit(prompt, params, request_id, priority))
 
     async def abort(self, request_id: str) -> None:

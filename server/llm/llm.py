@@ -142,9 +142,12 @@ class LLM(LLMEngine):
         prompts: PromptLike | Sequence[PromptLike],
         params: BeamSearchParams,
         use_tqdm: bool | Callable[..., Any] = True,
+        concurrency_limit: int | None = None,
         **unsupported: Any,
     ) -> list[BeamSearchOutput]:
-        """Find the most likely outputs of one or more prompts; otherwise like `LLM.generate`."""
+        """Find the most likely outputs of one or more prompts; otherwise like `LLM.generate`. `concurrency_limit` is
+        vLLM's and has no effect: all prompts run together.
+        """
         check_supported(unsupported)
         many = joined(prompts, None)
         sampling = SamplingParams(

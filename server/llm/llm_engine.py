@@ -68,7 +68,12 @@ class LLMEngine(OwnLoop):
         return self._wait(self._llm.reset_prefix_cache(reset_running_requests, reset_connector))
 
     def add_request(
-        self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        **unsupported: Any,
     ) -> None:
         """Start a request; the arguments are the same as for `AsyncLLM.generate`.
 
@@ -80,7 +85,9 @@ class LLMEngine(OwnLoop):
                 f"a request with the id {request_id} is already running, or `step` has more to return of it",
                 "request_id",
             )
-        self._unfinished[request_id] = self._wait(self._llm.add_request(request_id, prompt, params, priority))
+        self._unfinished[request_id] = self._wait(
+            self._llm.add_request(request_id, prompt, params, priority, **unsupported)
+        )
 
     def step(self) -> list[RequestOutput]:
         """Wait until requests have new output, and return theirs so far; the last one of a request is `finished`.

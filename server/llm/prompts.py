@@ -44,7 +44,9 @@ class TokensPrompt(TypedDict):
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _ONLY_TEXT = "only text is supported"
 _UNSUPPORTED = {
+    "arrival_time": "it is measured",
     "chat_template_content_format": "it is detected from the chat template",
+    "data_parallel_rank": "replicas are chosen by their load and cached prefixes",
     "guided_options_request": "use SamplingParams(structured_outputs=…)",
     "lora_request": "LoRA adapters are not supported; merge the adapter into the model",
     "mm_processor_kwargs": _ONLY_TEXT,
@@ -54,9 +56,10 @@ _UNSUPPORTED = {
     "prompt_embeds": "embeddings as prompts are not supported; use texts or token ids",
     "encoder_prompt": "models with an encoder and a decoder are not supported",
     "decoder_prompt": "models with an encoder and a decoder are not supported",
+    "trace_headers": "traces are made by `quire serve`",
     "token_type_ids": "use `score` for pairs of texts",
 }
-"""Arguments and keys of vLLM that would change results, and what to do instead."""
+"""Arguments and keys of vLLM that must be empty, and the reason or what to do instead."""
 
 
 class PromptText(NamedTuple):

@@ -156,6 +156,8 @@ class BeamSearchParams:
     """Maximum output tokens."""
     ignore_eos: bool = False
     """Continue after the model's end of sequence."""
+    temperature: float = 0.0
+    """vLLM's; has no effect, as sequences are compared by the model's own log-probabilities."""
     length_penalty: float = 1.0
     """The score of a sequence is the sum of its tokens' log-probabilities over its length to this power, where the
     length includes the prompt.

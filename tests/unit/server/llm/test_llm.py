@@ -53,6 +53,10 @@ def test_token_ids_may_have_an_argument_of_their_own(llm: LLM) -> None:
     assert (first.prompt, second.prompt, second.prompt_token_ids) == ("a", "b", ids[:1])
     with pytest.raises(InvalidParameter, match="guided_options_request: use SamplingParams"):
         llm.generate("a", guided_options_request={"guided_regex": "a"})
+    llm.llm_engine.add_request("1", "a", lora_request=None)
+    with pytest.raises(InvalidParameter, match="lora_request: LoRA adapters are not supported"):
+        llm.llm_engine.add_request("2", "a", lora_request=object())
+    assert [result.request_id for result in llm.llm_engine.step()] == ["1"]
 
 
 def test_the_models_own_sampling_parameters(model_folder: Path, core_mode: Callable[[str], None]) -> None:
