@@ -60,6 +60,8 @@ _UNSUPPORTED = {
     "token_type_ids": "use `score` for pairs of texts",
 }
 """Arguments and keys of vLLM that must be empty, and the reason or what to do instead."""
+_DETECTED = ("auto", "string")
+"""Values of `chat_template_content_format` that change nothing."""
 
 
 class PromptText(NamedTuple):
@@ -206,7 +208,7 @@ def split(prompt: PromptLike) -> PromptText:
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if (given := text if ids is None else ids) is None:
         raise InvalidParameter("prompt: a mapping must have a prompt or prompt_token_ids", "prompt")
-    return PromptText(given, text, prompt.get("cache_salt"))
+    return PromptText(given, text if isinstance(text, str) else None, prompt.get("cache_salt"))
 
 
 def joined(prompts: Any, prompt_token_ids: Any) -> list[Any]:
@@ -233,7 +235,8 @@ def check_supported(given: Mapping[str, Any], unknown: Exception | None = None) 
     for name, value in given.items():
         if name not in _UNSUPPORTED:
             raise unknown or TypeError(f"unexpected keyword argument {name!r}{_nearest(name, _UNSUPPORTED)}")
-        if value is not None and value not in ({}, [], (), "auto", "string"):
+        is_empty = isinstance(value, Mapping | Sequence) and (not value or value in _DETECTED)
+        if value is not None and not is_empty:
             raise InvalidParameter(f"{name}: {_UNSUPPORTED[name]}", name)
 
 

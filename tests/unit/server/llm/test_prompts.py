@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.engine.protocol.errors import InvalidParameter
@@ -60,6 +61,7 @@ async def test_thinking_budgets_are_for_conversations(server: Server) -> None:
 def test_the_parts_of_a_prompt() -> None:
     assert split(TextPrompt(prompt="a", cache_salt="s")) == ("a", "a", "s")
     assert split(TokensPrompt(prompt_token_ids=[1], prompt="a")) == ([1], "a", None)
+    assert split({"prompt": [1]}) == ([1], None, None)
     assert split({"prompt": "a", "multi_modal_data": None}) == ("a", "a", None)
 
 
@@ -68,7 +70,7 @@ def test_the_parts_of_a_prompt() -> None:
     [
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data: only text is supported"),
         ({"prompt": "a", "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs: only text is supported"),
-        ({"prompt_embeds": [[0.5]]}, "prompt_embeds: embeddings as prompts are not supported"),
+        ({"prompt_embeds": np.zeros((2, 3))}, "prompt_embeds: embeddings as prompts are not supported"),
         ({"prompt_tokens_ids": [1]}, "prompt: unknown key 'prompt_tokens_ids'; did you mean prompt_token_ids?"),
         ({"cache_salt": "a"}, "prompt: a mapping must have a prompt or prompt_token_ids"),
     ],
@@ -76,7 +78,7 @@ def test_the_parts_of_a_prompt() -> None:
 def test_keys_that_would_change_the_answer_are_refused(prompt: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         split(prompt)
-    assert str(refused.value) == message or str(refused.value).startswith(message)
+    assert str(refused.value).startswith(message)
 
 
 def test_prompts_and_token_ids_are_joined() -> None:
