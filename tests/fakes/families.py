@@ -714,6 +714,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _STATES
         | {
             "num_local_experts": 0,
+            "num_experts_per_tok": 0,
             "shared_intermediate_size": 80,
             "layer_types": ["linear_attention", "full_attention"] * 2,
             "position_embedding_type": "rope",
