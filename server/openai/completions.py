@@ -149,13 +149,14 @@ def _spell(
     add_special_tokens: bool,
     params: SamplingParams,
 ) -> list[_Echo]:
-    """Return each prompt's text, as given or decoded. Characters that the output may complete are left to it."""
+    """Return each prompt's text, as given, or decoded with its special tokens. Characters that the output may complete
+    are left to it."""
     echoes = []
     for ids, text in zip(prompts, texts, strict=True):
         if text is not None:
             echoes.append(_Echo(text, tokenizer.offsets(text, add_special_tokens=add_special_tokens)))
             continue
-        detokenizer, pieces, offsets = Detokenizer(tokenizer, (), params.skip_special_tokens), "", []
+        detokenizer, pieces, offsets = Detokenizer(tokenizer, (), skip_special_tokens=False), "", []
         for token_id in ids:
             offsets.append(len(pieces))
             pieces += detokenizer.feed(token_id)

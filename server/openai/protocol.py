@@ -232,10 +232,15 @@ class GenerationRequest(RequestBody):
 
     def sampling_params(self, defaults: dict[str, Any], **given: Any) -> SamplingParams:
         """The sampling parameters. `given` overrides the request, which overrides `defaults`."""
-        try:
-            biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-        except ValueError as error:
-            raise InvalidParameter(f"logit_bias: the keys must be token ids: {error}", "logit_bias") from None
+        biases: dict[int, float] = {}
+        not_ids = []
+        for token, bias in (self.logit_bias or {}).items():
+            try:
+                biases[int(token)] = bias
+            except ValueError:
+                not_ids.append(token)
+        if not_ids:
+            raise InvalidParameter(f"logit_bias: the keys must be token ids, not {', '.join(not_ids)}", "logit_bias")
         format = None if self.response_format is None else self.response_format.structured()
         if format is not None and self.structured_outputs is not None:
             raise InvalidParameter(

@@ -110,7 +110,7 @@ async def test_echo_with_logprobs_scores_the_prompt(server: Server, text: str, m
     body: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": max_tokens}
     ids = server.tokenizer.encode(text, add_special_tokens=True)
     special = {"skip_special_tokens": False}
-    for prompt, options in ((text, {}), (text, special), (ids, special)):
+    for prompt, options in ((text, {}), (text, special), (ids, {}), (ids, special)):
         (choice,) = (await post(server, "completions", prompt=prompt, **body, **options))["choices"]
         logprobs = choice["logprobs"]
         assert choice["text"].startswith(text)
