@@ -63,6 +63,11 @@ class ChatOptions:
     strict_parameters: bool = flag(
         False, "reject hints and unknown fields in messages, too, instead of ignoring them (see docs/reference/api.md)"
     )
+    keep_billing_header: bool = flag(
+        False,
+        "keep lines such as x-anthropic-billing-header: … at the start of system prompts; by default they are removed, "
+        "as Claude Code sends a new one with each request, which would defeat prefix caching",
+    )
     tool_call_parser: Literal[
         "auto",
         "none",

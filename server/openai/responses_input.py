@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.request_model import LABEL, ExtraField, MessagePart, variant
 
 
@@ -87,8 +86,6 @@ class InputTurns:
             case _ReasoningItem():
                 self.add_reasoning(self._thoughts(item.content or (), f"{param}.content"))
             case _FunctionCallItem():
-                if not is_json_object(item.arguments):
-                    raise InvalidParameter(f"{param}.arguments must be a JSON object", f"{param}.arguments")
                 self.call(item.call_id, item.name, item.arguments)
             case _CustomToolCallItem():
                 self.call(item.call_id, item.name, json.dumps({"input": item.input}))

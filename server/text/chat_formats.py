@@ -24,6 +24,8 @@ class ChatFormats:
     """Whether a request may bring its own chat template."""
     strict_parameters: bool = False
     """Whether to reject request fields that would be ignored."""
+    keep_billing_header: bool = False
+    """Whether the prompt shows the pseudo-headers of Claude Code."""
 
     @staticmethod
     def of(options: ChatOptions) -> ChatFormats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,10 @@ _END_SIGN = "\ue000end of the final message\ue000 "
 """Occurs in no conversation. The space shows whether a template trims messages."""
 _OF_FUNCTION = ("name", "description", "parameters")
 """The fields of a function that the prompt shows, in this order."""
+_PSEUDO_HEADERS = re.compile(r"(?:x-anthropic-[a-z0-9-]+:[^\n]*(?:\n|\Z))+")
+"""The first lines of Claude Code's system prompts. They are for Anthropic's billing, and differ in each request, so that
+the cache would have no prefix of the prompt.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class ChatTemplateOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    keep_billing_header: bool = False
+    """Whether pseudo-headers of Claude Code at the start of system prompts are kept."""
 
     def variables(self, template: ChatTemplate) -> dict[str, Any]:
         """Return the template variables that the user sets; raises `InvalidParameter` for unused ones."""
@@ -110,6 +117,8 @@ def render(
         "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
     }
     turns = [_message(message, template.source, at) for at, message in enumerate(messages)]
+    if not options.keep_billing_header:
+        turns = [turn for turn in map(_without_pseudo_headers, turns) if turn is not None]
     if options.continue_final_message:
         turns[-1] = _to_be_continued(turns[-1], names.continue_final_message)
     try:
@@ -143,8 +152,19 @@ def _message(message: Message, template: str, at: int) -> dict[str, Any]:
     if result.get("role") == "developer" and "developer" not in template:
         result["role"] = "system"
     if calls := result.get("tool_calls"):
-        result["tool_calls"] = [_tool_call(call, at) for call in calls]
+        result["tool_calls"] = [_tool_call(call) for call in calls]
     return result
+
+
+def _without_pseudo_headers(turn: dict[str, Any]) -> dict[str, Any] | None:
+    """Remove the pseudo-headers of a system prompt. Returns None if it has nothing else."""
+    content = turn.get("content")
+    if turn.get("role") not in ("system", "developer") or not isinstance(content, str):
+        return turn
+    if (headers := _PSEUDO_HEADERS.match(content)) is None:
+        return turn
+    rest = content[headers.end() :]
+    return turn | {"content": rest} if rest else None
 
 
 def _with_arguments_as_text(turn: dict[str, Any]) -> dict[str, Any]:
@@ -183,14 +203,16 @@ def _text_of(part: Any, at: int) -> str:
     raise InvalidParameter(f"messages[{at}].content: {problem}", "messages")
 
 
-def _tool_call(call: Mapping[str, Any], at: int) -> dict[str, Any]:
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the arguments of a call to an object. As in vLLM, those of a call that was cut off, or that is otherwise
+    not a JSON object, become `{}`, so that the conversation can go on.
+    """
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
-    if arguments is None or isinstance(arguments, str):
+    if isinstance(arguments, str):
         try:
-            function["arguments"] = json.loads(arguments or "{}")
+            arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise InvalidParameter(
-                f"messages[{at}].tool_calls: the arguments of {function.get('name')} are not JSON", "messages"
-            ) from None
+            arguments = None
+    function["arguments"] = arguments if isinstance(arguments, dict) else {}
     return {**call, "function": function}

@@ -89,6 +89,7 @@ class InputProcessor:
         self._variables = _variables(tokenizer, formats)
         self._trusts_templates = formats.trust_request_chat_template
         self._is_strict = formats.strict_parameters
+        self._keeps_billing_header = formats.keep_billing_header
         self.ignored: set[str] = set()
         """The fields of requests that had no effect so far, without indices."""
         self._structured = structured or StructuredOutputCheck(model)
@@ -325,8 +326,9 @@ class InputProcessor:
             template = self._templates.choose(bool(chat.tools))
         if chat.template.reasoning_effort is not None and chat.template.ignores_effort(template):
             self.ignore([names.reasoning_effort])
+        options = replace(chat.template, keep_billing_header=self._keeps_billing_header)
         (text,) = await self._renderer.render(
-            template, [chat.messages], chat.tools, chat.template, chat.tool_use is not None, names
+            template, [chat.messages], chat.tools, options, chat.tool_use is not None, names
         )
         return text
 

@@ -42,14 +42,14 @@ FLAGS = """
 --disable-custom-all-reduce --distributed-executor-backend --distributed-timeout-seconds --download-dir --dtype
 --enable-chunked-prefill --enable-eplb --enable-expert-parallel --enable-per-request-metrics --enable-prefix-caching
 --enforce-eager --eplb-step-interval --expert-placement-strategy --fair-share --fair-share-weights --generation-config
---gpu-memory-utilization --headless --help --hf-overrides --host --itl-target-ms --kv-cache-dtype
+--gpu-memory-utilization --headless --help --hf-overrides --host --itl-target-ms --keep-billing-header --kv-cache-dtype
 --kv-cache-memory-bytes --load-format --log-config-file --log-format --log-level --log-prompts
 --long-prefill-token-threshold --master-addr --master-port --max-body-mib --max-connections-per-client --max-log-len
 --max-logprobs --max-model-len --max-num-batched-tokens --max-num-partial-prefills --max-num-seqs --max-queue
 --max-restarts --metrics-key --model-impl --nnodes --no-access-log --no-allow-credentials --no-auto
 --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-eplb --no-enable-expert-parallel
---no-enable-per-request-metrics --no-enable-prefix-caching --no-enforce-eager --no-headless --no-log-prompts
---no-public-metrics --no-restart --no-strict-parameters --no-takeover --no-trust-remote-code
+--no-enable-per-request-metrics --no-enable-prefix-caching --no-enforce-eager --no-headless --no-keep-billing-header
+--no-log-prompts --no-public-metrics --no-restart --no-strict-parameters --no-takeover --no-trust-remote-code
 --no-trust-request-chat-template --no-trust-weights --no-ui --no-vllm-metrics --node-rank --num-redundant-experts
 --optimize --otlp-traces-endpoint --override-generation-config --packed-cache --pipeline-layer-partition
 --pipeline-parallel-size --port --public-metrics --quantization --reasoning-parser --request-timeout --restart
@@ -103,9 +103,10 @@ CLIENT_FLAGS = {
 --calibration --download-dir --group-size --help --ignore --method --revision --scheme -h
 """,
     "run-batch": """
---api-key --chat-template --default-chat-template-kwargs --disable-tqdm --input-file --log-level --max-concurrency
---model --no-disable-tqdm --no-strict-parameters --no-trust-request-chat-template --output-file --reasoning-parser
---served-model-name --strict-parameters --tool-call-parser --trust-request-chat-template --url -i -o
+--api-key --chat-template --default-chat-template-kwargs --disable-tqdm --input-file --keep-billing-header --log-level
+--max-concurrency --model --no-disable-tqdm --no-keep-billing-header --no-strict-parameters
+--no-trust-request-chat-template --output-file --reasoning-parser --served-model-name --strict-parameters
+--tool-call-parser --trust-request-chat-template --url -i -o
 """,
 }
 

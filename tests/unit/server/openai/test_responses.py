@@ -194,6 +194,8 @@ def test_what_the_model_did_in_a_row_is_one_message() -> None:
         {"role": "assistant", "reasoning_content": "hm", "content": "x"},
     ]
     assert messages_of([{"type": "reasoning", "summary": [], "encrypted_content": None}]) == []
+    cut = {"type": "function", "id": "c", "function": {"name": "f", "arguments": '{"a": '}}
+    assert messages_of([{**call, "arguments": '{"a": '}]) == [{"role": "assistant", "tool_calls": [cut]}]
 
 
 def test_tools_and_formats_become_those_of_chat() -> None:
@@ -325,7 +327,6 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
     ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
     ({"tools": [{**F, "parameters": {"type": "string"}}]}, "tools[0].parameters"),
