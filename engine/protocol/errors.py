@@ -11,6 +11,9 @@ class InvalidParameter(ValueError):
     `param` is its name as the caller used it, or None; the server puts it into the OpenAI error object.
     """
 
+    code: str | None = None
+    """The code of the error object."""
+
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param

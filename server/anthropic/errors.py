@@ -1,4 +1,6 @@
-"""Errors in the format of Anthropic's API: `{"type": "error", "error": {"type", "message"}}`."""
+"""Errors in the format of Anthropic's API: `{"type": "error", "error": {"type", "message"}}`, and `details` with the
+`error_code` of errors that have one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import Message, Scope, Send
+
+from quire.engine.protocol.errors import InvalidParameter
 
 ROUTE = "/v1/messages"
 """Errors on paths with this route use Anthropic's format."""
@@ -23,12 +27,26 @@ _ERRORS = {
 }
 
 
+class UnsupportedThread(InvalidParameter):
+    """The request creates or continues a thread. On this code, Anthropic's SDKs send the whole conversation instead."""
+
+    code = "thread_unsupported_request"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "thread is not supported: this server keeps no conversations; send the whole conversation, without thread",
+            "thread",
+        )
+
+
 def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     """Convert an OpenAI error to Anthropic's format, which has no field for the parameter."""
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     text, param = body["error"]["message"], body["error"]["param"]
     message = text if param is None or param in text else f"{param}: {text}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    code = body["error"]["code"]
+    details = {} if code is None else {"details": {"error_code": code}}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 ERROR_SCHEMA: dict[str, Any] = {
@@ -38,7 +56,15 @@ ERROR_SCHEMA: dict[str, Any] = {
         "type": {"const": "error"},
         "error": {
             "type": "object",
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {
+                    "type": "object",
+                    "properties": {"error_code": {"type": "string"}},
+                    "required": ["error_code"],
+                },
+            },
             "required": ["type", "message"],
         },
     },

@@ -26,7 +26,6 @@ from quire.server.client.output_stream import (
 )
 from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
-from quire.server.text.inputs import ContextLengthExceeded
 from quire.server.text.tokenizer import TokenizerFailed
 
 logger = logging.getLogger(__name__)
@@ -122,10 +121,8 @@ def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 404, error_object(str(error), "invalid_request_error", error.param, "model_not_found")
         case ResponseNotFound():
             return 404, error_object(str(error), "invalid_request_error", error.param, "response_not_found")
-        case ContextLengthExceeded():
-            return 400, error_object(str(error), "invalid_request_error", error.param, "context_length_exceeded")
         case InvalidParameter():
-            return 400, error_object(str(error), "invalid_request_error", error.param)
+            return 400, error_object(str(error), "invalid_request_error", error.param, error.code)
         case RequestValidationError():
             message, param = _describe_validation(error)
             return 400, error_object(message, "invalid_request_error", param)

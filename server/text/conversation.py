@@ -21,8 +21,8 @@ _END_SIGN = "\ue000end of the final message\ue000 "
 _OF_FUNCTION = ("name", "description", "parameters")
 """The fields of a function that the prompt shows, in this order."""
 _PSEUDO_HEADERS = re.compile(r"(?:x-anthropic-[a-z0-9-]+:[^\n]*(?:\n|\Z))+")
-"""The first lines of Claude Code's system prompts. They are for Anthropic's billing, and differ in each request, so that
-the cache would have no prefix of the prompt.
+"""The first lines of Claude Code's system prompts. They are for Anthropic's billing, and differ in each request, so
+that the cache would have no prefix of the prompt.
 """
 
 

@@ -25,6 +25,8 @@ output."""
 class ContextLengthExceeded(InvalidParameter):
     """Prompt and output exceed the model's maximum length."""
 
+    code = "context_length_exceeded"
+
 
 def tasks_of(pooling: Pooling | None) -> frozenset[Task]:
     """Return the tasks that a model with this pooling supports."""

@@ -20,7 +20,7 @@ CLAUDE_CODE: dict[str, Any] = {
     "model": "echo",
     "max_tokens": 32000,
     "system": [
-        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli;"},
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=00000;"},
         {"type": "text", "text": "You are Claude Code.", **_CACHED},
     ],
     "messages": [
@@ -58,7 +58,6 @@ CLAUDE_CODE: dict[str, Any] = {
     "betas": ["claude-code-20250219", "context-management-2025-06-27"],
     "service_tier": "auto",
     "speed": "fast",
-    "thread": {"id": "t"},
     "temperature": 1,
     "stream": True,
 }

@@ -128,7 +128,7 @@ async def refused(server: Server, fields: dict[str, Any], status: int = 400, pat
     error = response.json()
     assert error.keys() == {"type", "error"}
     assert error["type"] == "error"
-    assert error["error"].keys() == {"type", "message"}
+    assert error["error"].keys() - {"details"} == {"type", "message"}
     reported: dict[str, Any] = error["error"]
     return reported
 
@@ -257,6 +257,110 @@ def test_a_conversation_becomes_one_of_chat() -> None:
     assert chat.tools == [{"type": "function", "function": function}]
 
 
+async def test_documents_and_search_results_are_text(server: Server) -> None:
+    result = {"type": "search_result", "source": "https://a/?b&c", "title": "A", "citations": {"enabled": False}}
+    parts = {"type": "content", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "three"}]}
+    shown = chat_of(
+        CountTokensRequest.model_validate(
+            {
+                "model": "m",
+                "messages": [
+                    document(title='"T"', context="C", cache_control={"type": "ephemeral"}),
+                    document(parts),
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "t",
+                                "content": [
+                                    {**result, "content": [{"type": "text", "text": "four"}]},
+                                    {"type": "tool_reference", "tool_name": "f"},
+                                ],
+                            }
+                        ],
+                    },
+                ],
+            }
+        )
+    ).messages
+    assert [message["content"] for message in shown] == [
+        '<document title=\'"T"\' context="C">\none\n</document>',
+        "<document>\ntwo\nthree\n</document>",
+        '<search_result source="https://a/?b&amp;c" title="A">\nfour\n</search_result>\nf',
+    ]
+
+
+def test_thinking_that_is_encrypted_is_ignored() -> None:
+    redacted = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
+    request = CountTokensRequest.model_validate({"model": "m", "messages": [redacted]})
+    ignored: set[str] = set()
+    assert request.chat_input(ignored).messages == [{"role": "assistant", "content": ""}]
+    assert ignored == {"messages[0].content[0].type=redacted_thinking"}
+
+
+@pytest.mark.parametrize(
+    ("edits", "kept"),
+    [
+        ([], "abc"),
+        ([{"type": "clear_thinking_20251015", "keep": "all"}], "abc"),
+        ([{"type": "clear_thinking_20251015", "keep": {"type": "all"}}], "abc"),
+        ([{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 2}}], "bc"),
+        ([{"type": "clear_thinking_20251015"}], "c"),
+    ],
+)
+def test_the_thinking_of_the_last_turns_is_kept(edits: list[dict[str, Any]], kept: str) -> None:
+    turns = [{"role": "assistant", "content": [{"type": "thinking", "thinking": text}]} for text in "abc"]
+    fields = {"model": "m", "messages": turns, "context_management": {"edits": edits}}
+    chat = chat_of(CountTokensRequest.model_validate(fields))
+    assert "".join(message.get("reasoning_content", "") for message in chat.messages) == kept
+
+
+def functions(*tools: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The functions that tools become, by name."""
+    chat = chat_of(CountTokensRequest.model_validate({"model": "m", "messages": says("x"), "tools": [*tools]}))
+    return {tool["function"]["name"]: tool["function"] for tool in chat.tools}
+
+
+def test_tools_that_clients_run_become_functions() -> None:
+    """Their input is that of the official client's types, or else of the documentation."""
+    from anthropic.types import beta
+
+    memory = functions({"type": "memory_20250818", "name": "memory"})["memory"]["parameters"]["properties"]
+    kinds = [getattr(beta, f"BetaMemoryTool20250818{kind}Command") for kind in (
+        "View", "Create", "StrReplace", "Insert", "Delete", "Rename")]  # fmt: skip
+    assert {name for kind in kinds for name in kind.model_fields} == memory.keys()
+    assert memory["command"]["enum"] == [kind.model_fields["command"].annotation.__args__[0] for kind in kinds]
+
+    found = functions(
+        {"type": "bash_20250124", "name": "bash", "cache_control": {"type": "ephemeral"}, "strict": True},
+        {"type": "text_editor_20250124", "name": "str_replace_editor"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 100},
+    )
+    old, new = (found[name]["parameters"] for name in ("str_replace_editor", "str_replace_based_edit_tool"))
+    assert found["bash"]["parameters"]["properties"].keys() == {"command", "restart"}
+    assert found["bash"]["strict"]
+    assert all(function["description"] for function in found.values())
+    assert "undo_edit" in old["properties"]["command"]["enum"]
+    assert "undo_edit" not in new["properties"]["command"]["enum"]
+    assert new["properties"].keys() - old["properties"].keys() == {"insert_text"}
+    for schema in (old, new):
+        assert schema["required"] == ["command", "path"]
+
+
+async def test_tools_that_anthropic_runs_are_ignored(server: Server) -> None:
+    hosted = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 3, "allowed_callers": ["code_execution"]},
+        {"type": "code_execution_20250825", "name": "code_execution"},
+        {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"},
+        {"type": "mcp_toolset", "mcp_server_name": "s"},
+    ]
+    assert functions(*hosted, {**F, "defer_loading": True}).keys() == {"f"}
+    await send(server, tools=hosted, mcp_servers=[{"type": "url", "url": "https://s", "name": "s"}])
+    names = {f"tools[].type={tool['type']}" for tool in hosted}
+    assert server.frontend.input_processor.ignored == {*names, "mcp_servers"}
+
+
 async def test_a_format_and_an_effort(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     output = {"effort": "low", "format": {"type": "json_schema", "schema": CITY}}
     assert chat_of(MessagesRequest.model_validate(body(output_config=output))).template.reasoning_effort == "low"
@@ -264,11 +368,15 @@ async def test_a_format_and_an_effort(server: Server, monkeypatch: pytest.Monkey
     submit = server.frontend.client._send
     monkeypatch.setattr(server.frontend.client, "_send", lambda *args: sent.append(args[0]) or submit(*args))
     await send(server, output_config=output)
-    assert CITY.items() <= sent[0].params.structured_outputs.json.items()
+    await send(server, output_format=output["format"])
+    for request in sent:
+        assert CITY.items() <= request.params.structured_outputs.json.items()
 
 
 async def test_the_clients_tool_runner(talking: EngineConfig) -> None:  # noqa: F811
-    """It sends back the answer, with fields of its own."""
+    """It sends back the answer, with fields of its own. It begins with a thread, whose second request would have only
+    the tool's result, and goes on without one.
+    """
     import anthropic
 
     @anthropic.beta_async_tool
@@ -276,7 +384,7 @@ async def test_the_clients_tool_runner(talking: EngineConfig) -> None:  # noqa: 
         """Does."""
         return f"{a} done"
 
-    template = "{% if tools %}{% endif %}{{ messages[-1].content }}"
+    template = "{{ tools | length }} {{ messages | length }} {{ messages[-1].content }}"
     async with run_server(talking, chat_template=template, tool_call_parser="hermes") as server:
         http = anthropic.DefaultAsyncHttpxClient(verify=TLS)
         async with anthropic.AsyncAnthropic(
@@ -287,7 +395,15 @@ async def test_the_clients_tool_runner(talking: EngineConfig) -> None:  # noqa: 
             )
             called, ended = [message async for message in runner]
     assert (called.stop_reason, ended.stop_reason) == ("tool_use", "end_turn")
-    assert [block.text for block in ended.content if block.type == "text"] == ["1 done"]
+    assert [block.text for block in ended.content if block.type == "text"] == ["1 3 1 done"]
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_a_thread_is_refused_with_the_code_that_clients_know(server: Server, thread: dict[str, Any]) -> None:
+    for path in ("", "/count_tokens"):
+        error = await refused(server, body(thread=thread), path=path)
+        assert error["type"] == "invalid_request_error"
+        assert error["details"] == {"error_code": "thread_unsupported_request"}
 
 
 async def test_the_final_assistant_message_is_continued(server: Server) -> None:
@@ -335,10 +451,21 @@ async def test_counting(server: Server) -> None:
     assert response.status_code == 200
     message = await send(server, "hello world", system="be kind", tools=[F])
     usage = message["usage"]
-    assert response.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    counted = {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    assert response.json() == counted
+    more = {"max_tokens": 10**6, "stream": True, "temperature": 0.5, "top_p": 1, "top_k": 1, "stop_sequences": ["x"]}
+    rest = {"metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"}, "tool_choice": {"type": "auto"}}
+    response = await server.http.post("/v1/messages/count_tokens", json=fields | more | rest)
+    assert response.json() == counted
 
 
 BLOCK = {"role": "user", "content": [{"type": "image", "source": {}}]}
+FORMAT = {"type": "json_schema", "schema": CITY}
+
+
+def document(source: Any = None, **fields: Any) -> dict[str, Any]:
+    source = source or {"type": "text", "media_type": "text/plain", "data": "one"}
+    return {"role": "user", "content": [{"type": "document", "source": source, **fields}]}
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -353,11 +480,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
      "messages"),
     ({"system": [{"type": "document"}]}, "system[0].type"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"messages": [document({"type": "base64", "media_type": "application/pdf", "data": ""})]},
+     "messages[0].content[0].source.type"),
+    ({"messages": [document({"type": "text", "media_type": "text/html", "data": ""})]},
+     "messages[0].content[0].source.media_type"),
+    ({"messages": [document(citations={"enabled": True})]}, "messages[0].content[0].citations"),
+    ({"tools": [{"type": "custom_20250305", "name": "f"}]}, "tools[0].type"),
+    ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name"),
+    ({"tools": [{"type": "web_search_20250305"}], "tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
-    ({"tools": [{**F, "defer_loading": True}]}, "tools[0].defer_loading"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [F], "tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"stop_sequences": [""]}, "stop_sequences"),
@@ -365,7 +498,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 2**70}, "top_k"),
     ({"container": "x"}, "container"),
     ({"output_config": {"effort": "some"}}, "output_config.effort"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format"),
+    ({"output_config": {"format": FORMAT | {"schema": {"type": 5}}}}, "output_config.format"),
+    ({"output_format": FORMAT | {"schema": {"type": 5}}}, "output_format"),
+    ({"output_format": FORMAT, "output_config": {"format": FORMAT}}, "output_format"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+    ({"compaction": {"type": "summarize"}}, "compaction"),
     ({"no_such_parameter": 1}, "no_such_parameter"),
 ]  # fmt: skip
 
@@ -412,7 +549,8 @@ async def test_errors_have_anthropics_shape(
         for start in ("", "hello"):
             response = await server.http.post("/v1/messages", json=body(f"{start}<fail>", stream=True))
             (event,) = events_of(response.text)
-            assert event["error"] == {"type": "api_error", "message": "the KV cache is too small"}
+            details = {"error_code": "request_failed"}
+            assert event["error"] == {"type": "api_error", "message": "the KV cache is too small", "details": details}
         async with anthropic.AsyncAnthropic(base_url=server.url, api_key="x", max_retries=0) as client:
             with pytest.raises(anthropic.BadRequestError, match="temperature"):
                 await client.messages.create(**body(), extra_body={"temperature": -1})
