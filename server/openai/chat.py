@@ -15,11 +15,13 @@ from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.request_body import Admit
 from quire.server.http.request_model import (
     MAX_MESSAGES,
+    ExtraField,
     Int64,
     MessagePart,
     ReasoningEffort,
     RequestModel,
     check_length,
+    rejected,
     variant,
 )
 from quire.server.http.response import GenerationResponse, Usage
@@ -68,6 +70,13 @@ class _Tool(MessagePart):
 
 class ChatMessage(MessagePart):
     """A message of the conversation."""
+
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {
+        "audio": rejected(),  # the id of an earlier answer
+        "images": rejected([]),  # Ollama's
+        "partial": rejected(False),  # Kimi's and Qwen's name of continue_final_message
+        "prefix": rejected(False),  # DeepSeek's and Mistral's
+    }
 
     role: str
     """Usually system, developer, user, assistant or tool (or function, its old name). The chat template decides what

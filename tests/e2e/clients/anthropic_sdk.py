@@ -57,6 +57,19 @@ def streams(client: anthropic.Anthropic) -> None:
     assert final.usage.output_tokens > 0
 
 
+def reuses_prefixes(client: anthropic.Anthropic) -> None:
+    """Claude Code's first block is another one in each request."""
+    turns: Any = QUESTION
+    for number in range(3):
+        header = f"x-anthropic-billing-header: cc_version=2.1.120.{number}ab; cc_entrypoint=cli; cch={number}f00d;"
+        system: Any = [{"type": "text", "text": text} for text in (header, "You are an assistant. " * 30)]
+        message = client.messages.create(system=system, messages=turns, **MODEL, **GREEDY)
+        usage = message.usage
+        cached = usage.cache_read_input_tokens or 0
+        assert not number or cached > 0.7 * (usage.input_tokens + cached), usage
+        turns = [*turns, {"role": "assistant", "content": text_of(message)}, {"role": "user", "content": "And then?"}]
+
+
 def calls_tools(client: anthropic.Anthropic) -> None:
     request: Any = {"tools": [WEATHER], **MODEL, **GREEDY}
     message = client.messages.create(messages=ASK_WEATHER, **request)
@@ -121,7 +134,7 @@ async def is_asynchronous() -> None:
 
 if __name__ == "__main__":
     with anthropic.Anthropic(base_url=root(URL), api_key=KEY, max_retries=0) as client:
-        for part in (talks, streams, calls_tools, counts_tokens, raises):
+        for part in (talks, streams, reuses_prefixes, calls_tools, counts_tokens, raises):
             part(client)
     retries()
     asyncio.run(is_asynchronous())

@@ -17,6 +17,7 @@ from tests.fakes.client_bodies import BODIES, CLAUDE_CODE, CODEX, LITELLM, OPEN_
 from tests.unit.server.openai.test_chat import talking  # noqa: F401
 
 USER: Any = [{"role": "user", "content": "hi"}]
+SAID: Any = {"role": "assistant", "content": "hi"}
 TEXT: Any = {"type": "text", "text": "hi"}
 TOOL: Any = {"type": "function", "function": {"name": "f"}}
 WEB_SEARCH: Any = {"type": "web_search", "external_web_access": False}
@@ -60,7 +61,7 @@ IGNORED: dict[str, set[str]] = {
         "tools[].type=web_search",
     },
     "litellm": {
-        *("messages[].annotations", "messages[].cache_control", "messages[].images", "messages[].status"),
+        *("messages[].annotations", "messages[].cache_control", "messages[].status"),
         *("messages[].provider_specific_fields", "messages[].thinking_blocks"),
         *("messages[].tool_calls[].function.provider_specific_fields", "messages[].tool_calls[].index"),
         *("messages[].tool_calls[].provider_specific_fields", "reasoning_effort", "service_tier"),
@@ -188,6 +189,11 @@ async def test_what_would_change_the_answer_is_refused_by_name(server: Server) -
         ("chat/completions", {**chat, "web_search_options": {}}, "web_search_options"),
         ("chat/completions", {**chat, "modalities": ["text", "audio"]}, "modalities"),
         ("chat/completions", {**chat, "response_format": {"type": "text", "foo": 1}}, "response_format.foo"),
+        ("chat/completions", {"messages": [*USER, {**SAID, "prefix": True}]}, "messages[1].prefix"),
+        ("chat/completions", {"messages": [*USER, {**SAID, "partial": True}]}, "messages[1].partial"),
+        ("chat/completions", {"messages": [{**SAID, "audio": {"id": "audio_1"}}]}, "messages[0].audio"),
+        ("chat/completions", {"messages": [{**USER[0], "images": ["iVBOR"]}]}, "messages[0].images"),
+        ("responses", {"input": "hi", "context_management": [{"type": "compaction"}]}, "context_management"),
         ("responses", {"input": "hi", "text": {"foo": 1}}, "text.foo"),
         ("responses", {"input": "hi", "include": ["foo"]}, "include"),
         ("responses", {"input": "hi", "prompt": {"id": "p"}}, "prompt"),
