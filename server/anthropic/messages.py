@@ -47,6 +47,7 @@ router = APIRouter(route_class=BodyRoute)
 _NAMES = ParamNames(
     continue_final_message="messages",
     reasoning_effort="output_config.effort",
+    thinking="thinking",
     thinking_budget="thinking.budget_tokens",
     function="",
     function_parameters=".input_schema",
@@ -62,7 +63,7 @@ class MessageThinking(RequestModel):
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {"block_binding": LABEL, "display": hint("summarized")}
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    budget_tokens: Annotated[Int64, Field(ge=1)] | None = None
 
 
 class MessageFormat(RequestModel):
@@ -85,7 +86,7 @@ class ThinkingTurns(RequestModel):
     """The last turns, whose thinking is kept."""
 
     type: Literal["thinking_turns", "all"]
-    value: Annotated[int, Field(ge=1)] | None = None
+    value: Annotated[Int64, Field(ge=1)] | None = None
 
 
 class ClearThinking(RequestModel):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sized
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from quire.engine.protocol.errors import InvalidParameter
 
@@ -18,8 +18,16 @@ M = TypeVar("M", bound="RequestModel")
 MAX_MESSAGES = 4096
 """Messages of a chat."""
 
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """An integer that fits into a message to the engine."""
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int64 = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), lt=2**63)]
+"""The same, of which JSON may also have the form 16.0. Lists of many are `TokenId`s, which are faster to check."""
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 

@@ -163,12 +163,13 @@ class GenerationResponse:
             return {"metrics": None}
         prefill, decode, count = times.prefill, times.decode, times.num_tokens
         seconds = None if prefill is None or decode is None else prefill + decode
+        between = {} if count < 2 else {"mean_itl_ms": None if decode is None else decode / (count - 1) * 1000}
         return {
             "metrics": {
                 "time_to_first_token_ms": None if prefill is None else prefill * 1000,
                 "generation_time_ms": None if decode is None else decode * 1000,
                 "queue_time_ms": None if times.queue is None else times.queue * 1000,
-                "mean_itl_ms": None if decode is None or count < 2 else decode / (count - 1) * 1000,
+                **between,
                 "tokens_per_second": count / seconds if seconds else None,
             }
         }

@@ -79,8 +79,8 @@ class ChatMessage(MessagePart):
     }
 
     role: str
-    """Usually system, developer, user, assistant or tool (or function, its old name). The chat template decides what
-    else it may be.
+    """system, developer, user, assistant or tool (or function, its old name), or another one that the chat template
+    names.
     """
     content: str | list[dict[str, Any]] | None = None
     """Text, or parts of type text. Other types (images, audio, files) are not supported."""
@@ -143,7 +143,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
     prediction: Prediction | None = None
     """Text that the answer probably repeats, such as a file to edit. It makes the answer faster, not different."""
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
     """Default: up to the model's maximum length. Takes precedence over `max_tokens`, which means the same."""
     logprobs: bool | None = False
     top_logprobs: Annotated[Int64, Field(ge=-1)] | None = None
@@ -163,6 +163,8 @@ class ChatRequest(GenerationRequest):
     """vLLM extension: maximum number of tokens of reasoning, which ends there."""
     reasoning_effort: ReasoningEffort | None = None
     """A variable of the model's chat template. A hint if the template does not use it."""
+    think: bool | ReasoningEffort | None = None
+    """Ollama's: sets the chat template's switch for reasoning, or is a `reasoning_effort`."""
     chat_template: str | None = None
     """vLLM extension: a template for this request; the server needs `--trust-request-chat-template`."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -209,7 +211,8 @@ class ChatRequest(GenerationRequest):
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs or {},
             documents=self.documents or (),
-            reasoning_effort=self.reasoning_effort,
+            reasoning_effort=self.reasoning_effort or (self.think if isinstance(self.think, str) else None),
+            thinking=self.think if isinstance(self.think, bool) else None,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),

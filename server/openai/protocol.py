@@ -6,12 +6,12 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
 from quire.server.http.request_body import RequestBody, sampling_params
-from quire.server.http.request_model import LABEL, ExtraField, Int64, RequestModel, hint, rejected
+from quire.server.http.request_model import LABEL, ExtraField, Int64, RequestModel, TokenId, hint, rejected
 from quire.server.http.response import StreamUsage
 from quire.server.text.conversation import ParamNames
 from quire.server.text.inputs import RequestOptions, Task, TruncationSide
@@ -22,7 +22,7 @@ MAX_SEQUENCES = 4096
 """Prompts × n of a completion."""
 
 
-TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """Only the first error of a long list is reported: reporting every element would take minutes and gigabytes."""
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
@@ -55,16 +55,20 @@ class ResponseFormat(RequestModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """llama.cpp's and Together's place of the schema, with type json_schema or json_object."""
 
     def structured(self) -> StructuredOutputs | None:
         """Convert to the engine's parameters."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        given = (self.json_schema is not None) + (self.schema_ is not None)
+        allowed = {"text": (0,), "json_object": (0,) if self.json_schema else (0, 1), "json_schema": (1,)}
+        if given not in allowed[self.type]:
             raise InvalidParameter(
-                "response_format: json_schema is required with type json_schema, and only allowed with it",
+                "response_format: json_schema (or schema) is required with type json_schema, and only allowed with it",
                 "response_format",
             )
-        if self.json_schema is not None:
-            return StructuredOutputs(json=self.json_schema.schema_)
+        if (schema := self.json_schema.schema_ if self.json_schema else self.schema_) is not None:
+            return StructuredOutputs(json=schema)
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
@@ -78,7 +82,7 @@ class StructuredOutputsFormat(RequestModel):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    """A context-free grammar in Lark's notation."""
+    """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
 
     def structured(self) -> StructuredOutputs:
         """Convert to the engine's parameters."""
@@ -127,12 +131,23 @@ class GenerationRequest(RequestBody):
         "spaces_between_special_tokens": rejected(True),
         "thinking_token_budget": rejected(),
         "vllm_xargs": rejected({}),
+        "guided_decoding_backend": hint(),
+        "guided_whitespace_pattern": rejected(),
         # Open WebUI's
         "chat_id": hint(),
         "session_id": hint(),
-        "keep_alive": hint(),
-        "options": hint({}),
+        # Ollama's, which are Open WebUI's advanced parameters
+        **dict.fromkeys(("f16_kv", "keep_alive", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau"), hint()),
+        **dict.fromkeys(("num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa"), hint()),
+        **dict.fromkeys(("think", "use_mlock", "use_mmap", "vocab_only"), hint()),
+        "repeat_last_n": hint(-1),
+        "mirostat": rejected(0),
+        "penalize_newline": rejected(True),
+        "tfs_z": rejected(1),
+        "typical_p": rejected(1),
     }
+    other_names: ClassVar[Mapping[str, str]] = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+    """Ollama's names of parameters."""
 
     model: str | None = None
     """Optional, as the server has one model. Any of its names is accepted; the response repeats it."""
@@ -140,7 +155,9 @@ class GenerationRequest(RequestBody):
     stream_options: StreamOptions | None = None
     n: Annotated[Int64 | None, Field(description=f"At most {MAX_N}.")] = None
     max_tokens: Int64 | None = None
-    """0 (completions with `echo` only): compute and score the prompt, generate nothing."""
+    """0 (completions with `echo` only): compute and score the prompt, generate nothing. Also as Ollama's `num_predict`,
+    whose negative values mean no limit.
+    """
     min_tokens: Int64 | None = None
     """vLLM extension: the minimum number of output tokens. Stop conditions have no effect before."""
     temperature: float | None = None
@@ -163,7 +180,9 @@ class GenerationRequest(RequestBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    """vLLM extension: divides the positive logits of tokens in the prompt or output, and multiplies negative ones."""
+    """vLLM extension: divides the positive logits of tokens in the prompt or output, and multiplies negative ones. Also
+    as Ollama's `repeat_penalty`.
+    """
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: TokenIds | None = None
     """vLLM extension: the only tokens that may be sampled."""
@@ -175,6 +194,10 @@ class GenerationRequest(RequestBody):
     """Enforced token by token, whatever `strict` says. A schema that cannot be enforced is rejected."""
     structured_outputs: StructuredOutputsFormat | None = None
     """vLLM extension: like `response_format`, but also for regular expressions, choices and grammars."""
+    regex: str | None = None
+    """SGLang's name of `structured_outputs.regex`."""
+    ebnf: str | None = None
+    """SGLang's name of `structured_outputs.grammar`."""
     skip_special_tokens: bool | None = None
     """vLLM extension: omit special tokens from the text. Default: true."""
     priority: Int64 | None = None
@@ -204,8 +227,31 @@ class GenerationRequest(RequestBody):
     return_tokens_as_token_ids: bool | None = None
     """vLLM extension: in log-probabilities, represent tokens as `token_id:123`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, value: Any) -> Any:
+        """Take Ollama's `options` as fields of the body, and give its parameters their names here. What is there twice
+        stays for `check_fields`.
+        """
+        if not isinstance(value, dict) or not value.keys() & {"options", *cls.other_names}:
+            return value
+        fields = {name: each for name, each in value.items() if each is not None}
+        options = fields.get("options")
+        if isinstance(options, dict) and not options.keys() & fields.keys():
+            fields = {name: each for name, each in fields.items() if name != "options"} | options
+        if isinstance(count := fields.get("num_predict"), int | float) and count < 0:
+            del fields["num_predict"]
+        names = {old: new for old, new in cls.other_names.items() if new not in fields}
+        return {names.get(name, name): each for name, each in fields.items()}
+
     def check_fields(self, param: str = "") -> set[str]:
         """See `RequestModel`. Also checks combinations of fields."""
+        extra = self.model_extra or {}
+        for name, other in self.other_names.items():
+            if name in extra:
+                raise InvalidParameter(f"{name} and {other} mean the same; send only one of them", name)
+        if "options" in extra:
+            raise InvalidParameter("options must be an object with none of the body's other fields", "options")
         ignored = super().check_fields(param)
         if self.length_penalty not in (None, 1.0) and not self.use_beam_search:
             raise InvalidParameter("length_penalty requires use_beam_search: true", "length_penalty")
@@ -241,17 +287,26 @@ class GenerationRequest(RequestBody):
                 not_ids.append(token)
         if not_ids:
             raise InvalidParameter(f"logit_bias: the keys must be token ids, not {', '.join(not_ids)}", "logit_bias")
-        format = None if self.response_format is None else self.response_format.structured()
-        if format is not None and self.structured_outputs is not None:
-            raise InvalidParameter(
-                "structured_outputs and response_format exclude each other; send only one of them", "structured_outputs"
-            )
-        structured = self.structured_outputs.structured() if self.structured_outputs else format
+        found = self._structured()
+        if len(found) > 1:
+            first, second, *_ = found
+            raise InvalidParameter(f"{first} and {second} exclude each other; send only one of them", first)
+        structured = next(iter(found.values()), None)
         return sampling_params(self, defaults, logit_bias=biases, structured_outputs=structured, **given)
+
+    def _structured(self) -> dict[str, StructuredOutputs]:
+        """The structured outputs, by the names of their parameters."""
+        found = {
+            "structured_outputs": self.structured_outputs and self.structured_outputs.structured(),
+            "response_format": self.response_format and self.response_format.structured(),
+            "regex": None if self.regex is None else StructuredOutputs(regex=self.regex),
+            "ebnf": None if self.ebnf is None else StructuredOutputs(grammar=self.ebnf),
+        }
+        return {name: each for name, each in found.items() if each is not None}
 
     def request_options(self, *, logprobs: str = "logprobs") -> RequestOptions:
         """The options besides the prompt and the sampling parameters; `logprobs` is the API's name of that."""
-        structured = "structured_outputs" if self.structured_outputs is not None else "response_format"
+        structured = next(iter(self._structured()), "response_format")
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
         return RequestOptions(
             truncate_prompt_tokens=self.truncate_prompt_tokens,

@@ -20,6 +20,7 @@ _END_SIGN = "\ue000end of the final message\ue000 "
 """Occurs in no conversation. The space shows whether a template trims messages."""
 _OF_FUNCTION = ("name", "description", "parameters")
 """The fields of a function that the prompt shows, in this order."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _PSEUDO_HEADERS = re.compile(r"(?:x-anthropic-[a-z0-9-]+:[^\n]*(?:\n|\Z))+")
 """The first lines of Claude Code's system prompts. They are for Anthropic's billing, and differ in each request, so
 that the cache would have no prefix of the prompt.
@@ -33,6 +34,7 @@ class ParamNames:
     messages: str = "messages"
     continue_final_message: str = "continue_final_message"
     reasoning_effort: str = "reasoning_effort"
+    thinking: str = "think"
     thinking_budget: str = "thinking_token_budget"
     function: str = ".function"
     """The suffix of `tools[0]` in the name of a function."""
@@ -62,11 +64,11 @@ class ChatTemplateOptions:
     keep_billing_header: bool = False
     """Whether pseudo-headers of Claude Code at the start of system prompts are kept."""
 
-    def variables(self, template: ChatTemplate) -> dict[str, Any]:
+    def variables(self, template: ChatTemplate, names: ParamNames = CHAT_NAMES) -> dict[str, Any]:
         """Return the template variables that the user sets; raises `InvalidParameter` for unused ones."""
-        if names := TEMPLATE_PARAMETERS.intersection(self.chat_template_kwargs):
+        if taken := TEMPLATE_PARAMETERS.intersection(self.chat_template_kwargs):
             raise InvalidParameter(
-                f"chat_template_kwargs cannot set {min(names)}, which has a parameter of its own",
+                f"chat_template_kwargs cannot set {min(taken)}, which has a parameter of its own",
                 "chat_template_kwargs",
             )
         if self.documents and "documents" not in template.reads:
@@ -81,7 +83,9 @@ class ChatTemplateOptions:
             if switch is not None:
                 found[switch] = self.thinking
             elif not self.thinking and detect_reasoning(template.source) is not None:
-                raise InvalidParameter("thinking: this model's chat template cannot disable it", "thinking")
+                raise InvalidParameter(
+                    f"{names.thinking}: this model's chat template cannot disable it", names.thinking
+                )
         return found | dict(self.chat_template_kwargs)
 
     def ignores_effort(self, template: ChatTemplate) -> bool:
@@ -89,6 +93,15 @@ class ChatTemplateOptions:
         return "reasoning_effort" not in template.reads and (
             self.reasoning_effort != "none" or template.thinking_switch is None
         )
+
+
+def check_roles(messages: Sequence[Message], template: ChatTemplate, names: ParamNames = CHAT_NAMES) -> None:
+    """Raise `InvalidParameter` for a role that is not usual and that the template does not name."""
+    for at, message in enumerate(messages):
+        role = message.get("role")
+        if role not in _ROLES and not any(f"{quote}{role}{quote}" in template.source for quote in "'\""):
+            param = f"{names.messages}[{at}].role"
+            raise InvalidParameter(f"{param} must be {' or '.join(_ROLES)}, got {role!r}", param)
 
 
 def render(
@@ -111,7 +124,7 @@ def render(
             '--chat-template that does, or send tool_choice: "none"',
             "tools",
         )
-    variables = options.variables(template) | {
+    variables = options.variables(template, names) | {
         "tools": [_shown_tool(tool) for tool in tools] or None,
         "documents": list(options.documents) or None,
         "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,

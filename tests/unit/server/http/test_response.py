@@ -137,7 +137,7 @@ async def test_only_a_single_choice_has_times(
         beams = {**PROMPT, "use_beam_search": True, "max_tokens": 2}
         assert (await answer(server, "/v1/completions", beams))["metrics"] is None
         one = (await answer(server, "/v1/completions", {**PROMPT, "max_tokens": 1} | more))["metrics"]
-        assert one["mean_itl_ms"] is None
+        assert "mean_itl_ms" not in one
         assert one["generation_time_ms"] == 0
         stopped = (await answer(server, "/v1/completions", {**PROMPT, "stop": "w"} | more))["metrics"]
         assert stopped["tokens_per_second"] > 0

@@ -70,7 +70,7 @@ IGNORED: dict[str, set[str]] = {
     },
     "Open WebUI": {
         *("chat_id", "keep_alive", "messages[].done", "messages[].id", "messages[].reasoning_details"),
-        *("messages[].timestamp", "options", "session_id"),
+        *("messages[].timestamp", "mirostat_eta", "num_ctx", "repeat_last_n", "session_id"),
     },
     "OpenAI Agents": {
         *("messages[].extra_content", "messages[].parsed", "prompt_cache_retention"),
@@ -90,11 +90,11 @@ async def test_each_ignored_field_is_logged_once(server: Server, client: str, ca
 
 async def test_fields_of_a_large_body_are_logged_too(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Another process reads it."""
-    long = {**OPEN_WEBUI, "options": {"stop": ["x" * 2**17]}}
+    long = {**OPEN_WEBUI, "chat_id": "x" * 2**17}
     with caplog.at_level(logging.INFO, "quire.server.text.input_processor"):
         for _ in range(2):
             await answer(server, "chat/completions", long)
-    assert sum("field options has no effect" in record.getMessage() for record in caplog.records) == 1
+    assert sum("field chat_id has no effect" in record.getMessage() for record in caplog.records) == 1
 
 
 async def test_names_that_clients_choose_do_not_fill_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -138,11 +138,18 @@ async def test_the_old_form_of_a_call_reaches_the_template(roomy: EngineConfig) 
             assert text == f"assistant {json.dumps(call)};tool ;"
 
 
-async def test_a_role_of_its_own_reaches_the_template(roomy: EngineConfig) -> None:
-    async with run_server(roomy, chat_template="{% for m in messages %}{{ m.role }};{% endfor %}") as server:
-        messages = [*USER, {"role": "critic", "content": "no"}]
-        body = json.loads(await answer(server, "chat/completions", {"messages": messages}))
-        assert body["choices"][0]["message"]["content"] == "user;critic;"
+async def test_a_role_of_its_own_is_one_that_the_template_names(roomy: EngineConfig) -> None:
+    messages = [*USER, {"role": "critic", "content": "no"}]
+    for named in ("'critic'", '"critic"', "'critics'"):
+        template = f"{{% for m in messages %}}{{{{ m.role }}}}{{{{ m.role == {named} }}}};{{% endfor %}}"
+        async with run_server(roomy, chat_template=template) as server:
+            if named == "'critics'":
+                param, said = await refusal(server, "chat/completions", {"messages": messages})
+                assert param == "messages[1].role"
+                assert "got 'critic'" in said
+                continue
+            body = json.loads(await answer(server, "chat/completions", {"messages": messages}))
+            assert body["choices"][0]["message"]["content"] == "userFalse;criticTrue;"
 
 
 async def test_the_most_calls_of_a_response(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +246,7 @@ async def test_strict_parameters_refuse_hints_too(roomy: EngineConfig) -> None:
             assert (await refusal(server, route, body))[0] == param
         _, said = await refusal(server, "messages", {**CLAUDE_CODE, "stream": False})
         assert "is not supported, and --strict-parameters is set" in said
-        for body in (LITELLM, OPENAI_AGENTS, {**OPEN_WEBUI, "options": {"stop": ["x" * 2**17]}}):
+        for body in (LITELLM, OPENAI_AGENTS, {**OPEN_WEBUI, "chat_id": "x" * 2**17}):
             _, said = await refusal(server, "chat/completions", body)
             assert "--strict-parameters" in said
         assert "--strict-parameters" in (await refusal(server, "responses", CODEX))[1]
