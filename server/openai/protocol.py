@@ -82,7 +82,7 @@ class StructuredOutputsFormat(RequestModel):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
+    """A context-free grammar in Lark's notation, or in GBNF."""
 
     def structured(self) -> StructuredOutputs:
         """Convert to the engine's parameters."""

@@ -39,8 +39,6 @@ _SEARCH_SECONDS = 0.5
 _ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 _EXCERPT = re.compile(r"(?:\n *[0-9]+ \| .*(?:\n *\^)?)+\s*\Z")
 """The lines of the grammar that llguidance shows; they may be this server's own."""
-_GBNF_RULE = re.compile(r"^\s*[A-Za-z0-9_-]+\s*::=", re.MULTILINE)
-"""A rule of a grammar in llama.cpp's notation, which xgrammar shares."""
 _PLACE = re.compile(r"^at [0-9]+\([0-9]+\): failed to compile JSON schema: ")
 _LARK_OPTION = re.compile(r"^[?!]*[a-z_][\w-]*\[[^]\n]*?\b(temperature|stop)\s*=", re.MULTILINE)
 _INLINE_JSON = re.compile(r"%json\s*(?=\{)")
@@ -233,14 +231,7 @@ def _find_unsupported_keyword(schema: Any, grammars: GrammarCompiler) -> str | N
 
 
 def _checked_grammar(grammar: str) -> str:
-    """Return a grammar in Lark's notation, with its inline schemas checked and rewritten."""
-    if _GBNF_RULE.search(grammar):
-        from llguidance.gbnf_to_lark import gbnf_to_lark  # few servers need it
-
-        try:
-            return gbnf_to_lark(grammar)
-        except Exception as error:  # the converter has no class of its own for most
-            raise ValueError(f"the grammar cannot be converted from GBNF: {' '.join(str(error).split())}") from None
+    """Return a grammar with its inline schemas checked and rewritten."""
     if option := _LARK_OPTION.search(grammar):
         raise ValueError(f"the grammar's option {option[1]}= is not supported")
     parts, end = [], 0
