@@ -18,9 +18,9 @@ from pydantic import Field
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.server.anthropic.errors import UnsupportedThread
-from quire.server.anthropic.messages_input import MessageTurn, chat_messages, text_of
+from quire.server.anthropic.messages_input import MessageTurn, MessageTurns
 from quire.server.anthropic.messages_output import MessageFormatter
-from quire.server.anthropic.tools import MessageTool, MessageToolChoice
+from quire.server.anthropic.tools import MessageTool, MessageToolChoice, Toolset
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.request_body import Admit, RequestBody, sampling_params
@@ -152,11 +152,13 @@ class CountTokensRequest(RequestBody):
 
     def chat_input(self, ignored: set[str]) -> ChatInput:
         """The conversation; adds the fields that are ignored. Raises `InvalidParameter`."""
-        messages: list[dict[str, Any]] = []
+        given = Toolset(self.tools or (), self.tool_choice)
+        turns = MessageTurns(ignored, given.deferred)
         if self.system is not None:
-            messages.append({"role": "system", "content": text_of(self.system, "system", ignored)})
+            turns.add_system(self.system)
         for at, turn in enumerate(self.messages):
-            messages += chat_messages(turn, f"messages[{at}].content", ignored)
+            turns.add(turn, f"messages[{at}].content")
+        messages = turns.messages
         is_continued = bool(self.messages) and self.messages[-1].role == "assistant"
         if is_continued and messages[-1].get("tool_calls"):
             raise InvalidParameter("messages: the results of the last message's tool_use must follow it", "messages")
@@ -164,14 +166,13 @@ class CountTokensRequest(RequestBody):
         for at, edit in enumerate((self.context_management and self.context_management.edits) or ()):
             kinds = {"clear_thinking_20251015": ClearThinking}
             variant(kinds, edit, f"context_management.edits[{at}]", ignored).edit(messages)
-        tools = [tool.function(f"tools[{at}]") for at, tool in enumerate(self.tools or ()) if not tool.is_hosted]
         choice = None if self.tool_choice is None else self.tool_choice.choice()
         max_calls = 1 if self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use else None
         thinking = self.thinking or MessageThinking(type="adaptive")
         return ChatInput(
             messages=messages,
-            tools=tools,
-            tool_use=read_tool_use(tools, choice, max_calls, _NAMES),
+            tools=given.shown,
+            tool_use=read_tool_use(given.callable(turns.loaded), choice, max_calls, _NAMES),
             template=ChatTemplateOptions(
                 chat_template_kwargs=self.chat_template_kwargs or {},
                 reasoning_effort=None if self.output_config is None else self.output_config.effort,

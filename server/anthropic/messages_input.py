@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 from xml.sax.saxutils import quoteattr
@@ -100,94 +101,112 @@ class MessageTurn(MessagePart):
     content: str | list[dict[str, Any]]
 
 
-def chat_messages(turn: MessageTurn, param: str, ignored: set[str]) -> list[dict[str, Any]]:
-    """Convert a turn to chat messages. Each tool_result becomes its own message, before or between the text. Adds the
-    fields that are ignored; raises `InvalidParameter`.
+class MessageTurns:
+    """Converts the system prompt and the turns of a conversation to chat messages.
+
+    `deferred` has the tools that the prompt does not show from the start, by name: a tool_reference in a tool's result
+    shows them there. So the beginning of the prompt stays as it is, and can be reused.
     """
-    if turn.role == "assistant":
-        return [_assistant_message(turn.content, param, ignored)]
-    if turn.role == "system" or isinstance(turn.content, str):
-        return [{"role": turn.role, "content": text_of(turn.content, param, ignored)}]
-    messages: list[dict[str, Any]] = []
-    for at, block in enumerate(turn.content):
-        where = f"{param}[{at}]"
-        match variant(_OF_USER, block, where, ignored):
-            case _ToolResultBlock() as read:
-                text = "" if read.content is None else text_of(read.content, f"{where}.content", ignored, _OF_RESULT)
-                text = f"Error: {text}" if read.is_error else text
-                messages.append({"role": "tool", "content": text, "tool_call_id": read.tool_use_id})
-            case read:
-                text = _shown(read, where, ignored)
-                if not messages or messages[-1]["role"] != "user":
-                    messages.append({"role": "user", "content": text})
+
+    def __init__(self, ignored: set[str], deferred: Mapping[str, Mapping[str, Any]]) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.loaded: set[str] = set()
+        """The deferred tools that are shown."""
+        self._ignored = ignored
+        self._deferred = deferred
+
+    def add_system(self, system: str | Sequence[Mapping[str, Any]]) -> None:
+        """Add the system prompt; raises `InvalidParameter`."""
+        self.messages.append({"role": "system", "content": self._text(system, "system")})
+
+    def add(self, turn: MessageTurn, param: str) -> None:
+        """Add a turn. Each tool_result becomes its own message, before or between the text. Raises
+        `InvalidParameter`.
+        """
+        content = turn.content
+        if turn.role == "assistant" and not isinstance(content, str):
+            self.messages.append(self._assistant_message(content, param))
+        elif turn.role != "user" or isinstance(content, str):
+            self.messages.append({"role": turn.role, "content": self._text(content, param)})
+        else:
+            self._add_blocks(content, param)
+
+    def _add_blocks(self, content: Sequence[Mapping[str, Any]], param: str) -> None:
+        texts: list[str] = []
+        for at, block in enumerate(content):
+            where = f"{param}[{at}]"
+            match variant(_OF_USER, block, where, self._ignored):
+                case _ToolResultBlock() as result:
+                    self._add_user(texts)
+                    text = "" if result.content is None else self._text(result.content, f"{where}.content", _OF_RESULT)
+                    text = f"Error: {text}" if result.is_error else text
+                    self.messages.append({"role": "tool", "content": text, "tool_call_id": result.tool_use_id})
+                case read:
+                    texts.append(self._shown(read, where))
+        self._add_user(texts)
+
+    def _add_user(self, texts: list[str]) -> None:
+        if texts:
+            self.messages.append({"role": "user", "content": "\n".join(texts)})
+            texts.clear()
+
+    def _assistant_message(self, content: Sequence[Mapping[str, Any]], param: str) -> dict[str, Any]:
+        texts, thoughts, calls = [], [], []
+        for at, block in enumerate(content):
+            match variant(_OF_ASSISTANT, block, f"{param}[{at}]", self._ignored):
+                case _TextBlock(text=text):
+                    texts.append(text)
+                case _ThinkingBlock(thinking=text):
+                    thoughts.append(text)
+                case _RedactedThinkingBlock():
+                    self._ignored.add(f"{param}[{at}].type=redacted_thinking")
+                case _ToolUseBlock() as read:
+                    function = {"name": read.name, "arguments": read.input}
+                    calls.append({"type": "function", "id": read.id, "function": function})
+        message: dict[str, Any] = {"role": "assistant"}
+        if texts or not calls:
+            message["content"] = "\n".join(texts)
+        if calls:
+            message["tool_calls"] = calls
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        return message
+
+    def _text(
+        self,
+        content: str | Sequence[Mapping[str, Any]],
+        param: str,
+        kinds: Mapping[str, type[MessagePart]] = _TEXT,
+    ) -> str:
+        if isinstance(content, str):
+            return content
+        wheres = [f"{param}[{at}]" for at in range(len(content))]
+        blocks = [variant(kinds, block, at, self._ignored) for block, at in zip(content, wheres, strict=True)]
+        return "\n".join(self._shown(block, at) for block, at in zip(blocks, wheres, strict=True))
+
+    def _shown(self, block: MessagePart, param: str) -> str:
+        """Return a block as the prompt shows it. Documents and tools are between tags."""
+        match block:
+            case _TextBlock(text=text):
+                return text
+            case _DocumentBlock(source=given, title=title, context=context):
+                source = variant(_SOURCES, given, f"{param}.source", self._ignored)
+                if isinstance(source, _TextSource):
+                    text = source.data
                 else:
-                    messages[-1]["content"] += "\n" + text
-    return messages
-
-
-def text_of(
-    content: str | Sequence[Mapping[str, Any]],
-    param: str,
-    ignored: set[str],
-    kinds: Mapping[str, type[MessagePart]] = _TEXT,
-) -> str:
-    """Return the text of content, whose blocks are of these `kinds`. Adds the fields that are ignored; raises
-    `InvalidParameter`.
-    """
-    if isinstance(content, str):
-        return content
-    wheres = [f"{param}[{at}]" for at in range(len(content))]
-    return "\n".join(
-        _shown(variant(kinds, block, where, ignored), where, ignored)
-        for block, where in zip(content, wheres, strict=True)
-    )
-
-
-def _shown(block: MessagePart, param: str, ignored: set[str]) -> str:
-    """Return a block as the prompt shows it. Documents are between tags."""
-    match block:
-        case _TextBlock(text=text):
-            return text
-        case _DocumentBlock(source=source, title=title, context=context):
-            match variant(_SOURCES, source, f"{param}.source", ignored):
-                case _TextSource(data=text):
-                    pass
-                case _ContentSource(content=content):
-                    text = text_of(content, f"{param}.source.content", ignored)
-            return _tagged("document", text, title=title, context=context)
-        case _SearchResultBlock(source=source, title=title, content=content):
-            text = text_of(content, f"{param}.content", ignored)
-            return _tagged("search_result", text, source=source, title=title)
-        case _ToolReferenceBlock(tool_name=name):
-            return name
-    raise AssertionError(block)
+                    assert isinstance(source, _ContentSource)
+                    text = self._text(source.content, f"{param}.source.content")
+                return _tagged("document", text, title=title, context=context)
+            case _SearchResultBlock(source=origin, title=title, content=content):
+                return _tagged("search_result", self._text(content, f"{param}.content"), source=origin, title=title)
+            case _ToolReferenceBlock(tool_name=name):
+                if (tool := self._deferred.get(name)) is None:
+                    return name
+                self.loaded.add(name)
+                return _tagged("function", json.dumps(tool, ensure_ascii=False))
+        raise AssertionError(block)
 
 
 def _tagged(tag: str, text: str, **attributes: str | None) -> str:
     given = "".join(f" {name}={quoteattr(value)}" for name, value in attributes.items() if value is not None)
     return f"<{tag}{given}>\n{text}\n</{tag}>"
-
-
-def _assistant_message(content: str | list[dict[str, Any]], param: str, ignored: set[str]) -> dict[str, Any]:
-    if isinstance(content, str):
-        return {"role": "assistant", "content": content}
-    texts, thoughts, calls = [], [], []
-    for at, block in enumerate(content):
-        match variant(_OF_ASSISTANT, block, f"{param}[{at}]", ignored):
-            case _TextBlock(text=text):
-                texts.append(text)
-            case _ThinkingBlock(thinking=text):
-                thoughts.append(text)
-            case _RedactedThinkingBlock():
-                ignored.add(f"{param}[{at}].type=redacted_thinking")
-            case _ToolUseBlock() as read:
-                function = {"name": read.name, "arguments": read.input}
-                calls.append({"type": "function", "id": read.id, "function": function})
-    message: dict[str, Any] = {"role": "assistant"}
-    if texts or not calls:
-        message["content"] = "\n".join(texts)
-    if calls:
-        message["tool_calls"] = calls
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    return message

@@ -8,11 +8,11 @@ runs the others. Those are ignored, as their like is in all APIs: they are offer
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.http.request_model import LABEL, ExtraField, MessagePart, RequestModel, hint, rejected
+from quire.server.http.request_model import LABEL, ExtraField, MessagePart, RequestModel, rejected
 
 _HOSTED_TOOLS = re.compile(
     r"(web_search|web_fetch|code_execution|tool_search_tool_(bm25|regex)|advisor|computer(_toolset)?|browser_toolset)"
@@ -31,7 +31,6 @@ class MessageTool(MessagePart):
         "eager_input_streaming": LABEL,
         "max_characters": LABEL,
         "allowed_callers": rejected(["direct"]),
-        "defer_loading": hint(False),
         "input_examples": rejected([]),
     }
 
@@ -40,6 +39,15 @@ class MessageTool(MessagePart):
     type: str | None = None
     description: str | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
+    """Not shown to the model until a `tool_reference` in a tool's result names it. Ignored with a hosted tool that
+    searches tools.
+    """
+
+    @property
+    def searches_tools(self) -> bool:
+        """Whether the tool would search deferred tools, if it were not ignored."""
+        return self.is_hosted and (self.type or "").startswith("tool_search_tool_")
 
     @property
     def is_hosted(self) -> bool:
@@ -89,6 +97,29 @@ class MessageToolChoice(RequestModel):
         if self.name is not None:
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
+
+
+class Toolset:
+    """The tools of a request, converted to those of chat; raises `InvalidParameter`."""
+
+    def __init__(self, tools: Sequence[MessageTool], choice: MessageToolChoice | None) -> None:
+        self._functions = [tool.function(f"tools[{at}]") for at, tool in enumerate(tools) if not tool.is_hosted]
+        names = {tool.name for tool in tools if tool.defer_loading} - {choice and choice.name}
+        if any(tool.searches_tools for tool in tools):
+            names = set()  # nobody would ever load them
+        functions = [tool["function"] for tool in self._functions]
+        self.deferred: Mapping[str, Any] = {each["name"]: each for each in functions if each["name"] in names}
+        """The functions that the prompt does not show from the start, by name."""
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The tools that the prompt shows from the start."""
+        return self.callable(set())
+
+    def callable(self, loaded: Set[str]) -> list[dict[str, Any]]:
+        """The tools that the model may call when these deferred ones have been loaded."""
+        names = self.deferred.keys() - loaded
+        return [tool for tool in self._functions if tool["function"]["name"] not in names]
 
 
 class _ClientTool(NamedTuple):

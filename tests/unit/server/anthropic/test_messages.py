@@ -355,10 +355,35 @@ async def test_tools_that_anthropic_runs_are_ignored(server: Server) -> None:
         {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"},
         {"type": "mcp_toolset", "mcp_server_name": "s"},
     ]
-    assert functions(*hosted, {**F, "defer_loading": True}).keys() == {"f"}
+    assert functions(*hosted, {**F, "defer_loading": True}).keys() == {"f"}  # nothing else would load it
     await send(server, tools=hosted, mcp_servers=[{"type": "url", "url": "https://s", "name": "s"}])
     names = {f"tools[].type={tool['type']}" for tool in hosted}
     assert server.frontend.input_processor.ignored == {*names, "mcp_servers"}
+
+
+def test_a_deferred_tool_is_shown_where_it_is_loaded() -> None:
+    """The tools at the start of the prompt stay the same, so that the cache has them."""
+    deferred = {**F, "defer_loading": True}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "f"}]}
+    loading = {"model": "m", "tools": [deferred, G], "messages": [{"role": "user", "content": [result]}]}
+    for fields, shown, callable, text in (
+        (loading | {"messages": says("x")}, ["g"], ["g"], "x"),
+        (loading, ["g"], ["f", "g"], None),
+        (loading | {"tools": [F, G]}, ["f", "g"], ["f", "g"], "f"),
+        (loading | {"tools": [G]}, ["g"], ["g"], "f"),
+        (loading | {"tool_choice": {"type": "tool", "name": "f"}}, ["f", "g"], ["f"], "f"),
+    ):
+        chat = chat_of(CountTokensRequest.model_validate(fields))
+        assert [tool["function"]["name"] for tool in chat.tools] == shown
+        assert chat.tool_use is not None
+        assert [tool.name for tool in chat.tool_use.tools] == callable
+        (message,) = chat.messages
+        if text is not None:
+            assert message["content"] == text
+            continue
+        start, function, end = message["content"].split("\n")
+        assert (start, end) == ("<function>", "</function>")
+        assert json.loads(function) == {"name": "f", "description": "does", "parameters": CITY}
 
 
 async def test_a_format_and_an_effort(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
