@@ -29,6 +29,7 @@ unknown parameter. What cannot change the answer is accepted and ignored: hints 
 `metadata`, and unknown fields inside messages, their parts and tools. The log names each ignored field once. With
 `--strict-parameters` the server rejects hints and unknown fields in messages, too. A `null` is the same as leaving the
 parameter out. Values of the wrong type are rejected: numbers are not converted to strings, nor strings to numbers.
+16.0 is an integer.
 """
 _LIMITS = {
     "minimum": "≥ {}",

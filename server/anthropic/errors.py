@@ -32,12 +32,6 @@ class UnsupportedThread(InvalidParameter):
 
     code = "thread_unsupported_request"
 
-    def __init__(self) -> None:
-        super().__init__(
-            "thread is not supported: this server keeps no conversations; send the whole conversation, without thread",
-            "thread",
-        )
-
 
 def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     """Convert an OpenAI error to Anthropic's format, which has no field for the parameter."""

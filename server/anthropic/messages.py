@@ -147,7 +147,10 @@ class CountTokensRequest(RequestBody):
     def check_fields(self, param: str = "") -> set[str]:
         """See `RequestModel`. A thread has an error of its own, on which clients send the whole conversation."""
         if (self.model_extra or {}).get("thread") is not None:
-            raise UnsupportedThread()
+            raise UnsupportedThread(
+                "thread is not supported, as no conversation is kept here; send the whole conversation without it",
+                "thread",
+            )
         return super().check_fields(param)
 
     def chat_input(self, ignored: set[str]) -> ChatInput:

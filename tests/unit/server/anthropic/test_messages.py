@@ -425,8 +425,8 @@ async def test_the_clients_tool_runner(talking: EngineConfig) -> None:  # noqa: 
 
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
 async def test_a_thread_is_refused_with_the_code_that_clients_know(server: Server, thread: dict[str, Any]) -> None:
-    for path in ("", "/count_tokens"):
-        error = await refused(server, body(thread=thread), path=path)
+    for path, text in (("", "hi"), ("/count_tokens", "hi"), ("", "x" * 2**17)):  # another process reads the last one
+        error = await refused(server, body(text, thread=thread), path=path)
         assert error["type"] == "invalid_request_error"
         assert error["details"] == {"error_code": "thread_unsupported_request"}
 
