@@ -192,9 +192,9 @@ class CountTokensRequest(RequestBody):
 
     def structured(self) -> tuple[StructuredOutputs | None, ParamNames]:
         """The answer's format, and the names of parameters; raises `InvalidParameter`."""
-        format = self.output_config and self.output_config.format
+        format = None if self.output_config is None else self.output_config.format
         if self.output_format is None:
-            return format and StructuredOutputs(json=format.schema_), _NAMES
+            return None if format is None else StructuredOutputs(json=format.schema_), _NAMES
         if format is not None:
             raise InvalidParameter(
                 "output_format and output_config.format mean the same; send only one", "output_format"

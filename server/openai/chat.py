@@ -203,7 +203,9 @@ class ChatRequest(GenerationRequest):
     @property
     def longest(self) -> int | None:
         """The maximum number of output tokens."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return None if (self.num_predict or 0) < 0 else self.num_predict or self.max_tokens
 
     def chat_input(self) -> ChatInput:
         """The conversation."""

@@ -63,7 +63,11 @@ class CompletionRequest(GenerationRequest):
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The engine's parameters, including the log-probabilities that `echo` and `best_of` need."""
-        longest = SamplingParams().max_tokens if self.max_tokens is None else self.max_tokens  # also in vLLM
+        longest = self.max_tokens if self.num_predict is None else self.num_predict
+        if longest is None:
+            longest = SamplingParams().max_tokens  # also in vLLM
+        elif self.num_predict is not None and longest < 0:
+            longest = None
         params = self.sampling_params(defaults, n=self.candidates, max_tokens=longest)
         if self.candidates != self.shown:
             params.logprobs = self.logprobs or 0

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
@@ -89,6 +89,23 @@ class StructuredOutputsFormat(RequestModel):
         return StructuredOutputs(**self.model_dump(by_alias=True, include={*type(self).model_fields}))
 
 
+_OF_OLLAMA: Mapping[str, ExtraField] = {
+    **dict.fromkeys(("f16_kv", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx"), hint()),
+    **dict.fromkeys(("num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only"), hint()),
+    "repeat_last_n": hint(-1),
+    "mirostat": rejected(0),
+    "penalize_newline": rejected(True),
+    "tfs_z": rejected(1),
+    "typical_p": rejected(1),
+}
+
+
+class OllamaOptions(RequestModel):
+    """Options of Ollama. Parameters that have an effect here are fields of the body instead."""
+
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = _OF_OLLAMA
+
+
 class GenerationRequest(RequestBody):
     """The common parameters of chat and completions. None: the model's default, or else the API's."""
 
@@ -137,17 +154,10 @@ class GenerationRequest(RequestBody):
         "chat_id": hint(),
         "session_id": hint(),
         # Ollama's, which are Open WebUI's advanced parameters
-        **dict.fromkeys(("f16_kv", "keep_alive", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau"), hint()),
-        **dict.fromkeys(("num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa"), hint()),
-        **dict.fromkeys(("think", "use_mlock", "use_mmap", "vocab_only"), hint()),
-        "repeat_last_n": hint(-1),
-        "mirostat": rejected(0),
-        "penalize_newline": rejected(True),
-        "tfs_z": rejected(1),
-        "typical_p": rejected(1),
+        **_OF_OLLAMA,
+        "keep_alive": hint(),
+        "think": hint(),
     }
-    other_names: ClassVar[Mapping[str, str]] = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-    """Ollama's names of parameters."""
 
     model: str | None = None
     """Optional, as the server has one model. Any of its names is accepted; the response repeats it."""
@@ -155,9 +165,9 @@ class GenerationRequest(RequestBody):
     stream_options: StreamOptions | None = None
     n: Annotated[Int64 | None, Field(description=f"At most {MAX_N}.")] = None
     max_tokens: Int64 | None = None
-    """0 (completions with `echo` only): compute and score the prompt, generate nothing. Also as Ollama's `num_predict`,
-    whose negative values mean no limit.
-    """
+    """0 (completions with `echo` only): compute and score the prompt, generate nothing."""
+    num_predict: Int64 | None = None
+    """Ollama's name of `max_tokens`; negative values mean no limit."""
     min_tokens: Int64 | None = None
     """vLLM extension: the minimum number of output tokens. Stop conditions have no effect before."""
     temperature: float | None = None
@@ -180,9 +190,9 @@ class GenerationRequest(RequestBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    """vLLM extension: divides the positive logits of tokens in the prompt or output, and multiplies negative ones. Also
-    as Ollama's `repeat_penalty`.
-    """
+    """vLLM extension: divides the positive logits of tokens in the prompt or output, and multiplies negative ones."""
+    repeat_penalty: float | None = None
+    """Ollama's and llama.cpp's name of `repetition_penalty`."""
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: TokenIds | None = None
     """vLLM extension: the only tokens that may be sampled."""
@@ -198,6 +208,7 @@ class GenerationRequest(RequestBody):
     """SGLang's name of `structured_outputs.regex`."""
     ebnf: str | None = None
     """SGLang's name of `structured_outputs.grammar`."""
+    options: OllamaOptions | None = None
     skip_special_tokens: bool | None = None
     """vLLM extension: omit special tokens from the text. Default: true."""
     priority: Int64 | None = None
@@ -227,39 +238,19 @@ class GenerationRequest(RequestBody):
     return_tokens_as_token_ids: bool | None = None
     """vLLM extension: in log-probabilities, represent tokens as `token_id:123`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rename(cls, value: Any) -> Any:
-        """Take Ollama's `options` as fields of the body, and give its parameters their names here. What is there twice
-        stays for `check_fields`.
-        """
-        if not isinstance(value, dict) or not value.keys() & {"options", *cls.other_names}:
-            return value
-        fields = {name: each for name, each in value.items() if each is not None}
-        options = fields.get("options")
-        if isinstance(options, dict) and not options.keys() & fields.keys():
-            fields = {name: each for name, each in fields.items() if name != "options"} | options
-        if isinstance(count := fields.get("num_predict"), int | float) and count < 0:
-            del fields["num_predict"]
-        names = {old: new for old, new in cls.other_names.items() if new not in fields}
-        return {names.get(name, name): each for name, each in fields.items()}
-
     def check_fields(self, param: str = "") -> set[str]:
         """See `RequestModel`. Also checks combinations of fields."""
-        extra = self.model_extra or {}
-        for name, other in self.other_names.items():
-            if name in extra:
-                raise InvalidParameter(f"{name} and {other} mean the same; send only one of them", name)
-        if "options" in extra:
-            raise InvalidParameter("options must be an object with none of the body's other fields", "options")
         ignored = super().check_fields(param)
+        for name, other in (("num_predict", "max_tokens"), ("repeat_penalty", "repetition_penalty")):
+            if getattr(self, name) is not None and getattr(self, other) is not None:
+                raise InvalidParameter(f"{name} and {other} mean the same; send only one of them", name)
         if self.length_penalty not in (None, 1.0) and not self.use_beam_search:
             raise InvalidParameter("length_penalty requires use_beam_search: true", "length_penalty")
         if self.stream_options is not None and not self.stream:
             raise InvalidParameter("stream_options requires stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidParameter("prompt_logprobs is not supported in streams; omit stream", "prompt_logprobs")
-        if self.max_tokens == 0 and not getattr(self, "echo", False):
+        if 0 in (self.max_tokens, self.num_predict) and not getattr(self, "echo", False):
             raise InvalidParameter(
                 "max_tokens must be at least 1; 0 is only allowed in completions with echo: true", "max_tokens"
             )
@@ -287,26 +278,25 @@ class GenerationRequest(RequestBody):
                 not_ids.append(token)
         if not_ids:
             raise InvalidParameter(f"logit_bias: the keys must be token ids, not {', '.join(not_ids)}", "logit_bias")
-        found = self._structured()
-        if len(found) > 1:
-            first, second, *_ = found
-            raise InvalidParameter(f"{first} and {second} exclude each other; send only one of them", first)
-        structured = next(iter(found.values()), None)
-        return sampling_params(self, defaults, logit_bias=biases, structured_outputs=structured, **given)
-
-    def _structured(self) -> dict[str, StructuredOutputs]:
-        """The structured outputs, by the names of their parameters."""
-        found = {
-            "structured_outputs": self.structured_outputs and self.structured_outputs.structured(),
-            "response_format": self.response_format and self.response_format.structured(),
+        own, format = self.structured_outputs, self.response_format
+        outputs = {
+            "structured_outputs": None if own is None else own.structured(),
+            "response_format": None if format is None else format.structured(),
             "regex": None if self.regex is None else StructuredOutputs(regex=self.regex),
             "ebnf": None if self.ebnf is None else StructuredOutputs(grammar=self.ebnf),
         }
-        return {name: each for name, each in found.items() if each is not None}
+        found = [name for name, each in outputs.items() if each is not None]
+        if len(found) > 1:
+            raise InvalidParameter(f"{found[0]} and {found[1]} exclude each other; send only one of them", found[0])
+        structured = outputs[found[0]] if found else None
+        if self.repeat_penalty is not None:
+            given["repetition_penalty"] = self.repeat_penalty
+        return sampling_params(self, defaults, logit_bias=biases, structured_outputs=structured, **given)
 
     def request_options(self, *, logprobs: str = "logprobs") -> RequestOptions:
         """The options besides the prompt and the sampling parameters; `logprobs` is the API's name of that."""
-        structured = next(iter(self._structured()), "response_format")
+        own = ("structured_outputs", "regex", "ebnf")
+        structured = next((name for name in own if getattr(self, name) is not None), "response_format")
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
         return RequestOptions(
             truncate_prompt_tokens=self.truncate_prompt_tokens,

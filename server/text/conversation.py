@@ -95,15 +95,6 @@ class ChatTemplateOptions:
         )
 
 
-def check_roles(messages: Sequence[Message], template: ChatTemplate, names: ParamNames = CHAT_NAMES) -> None:
-    """Raise `InvalidParameter` for a role that is not usual and that the template does not name."""
-    for at, message in enumerate(messages):
-        role = message.get("role")
-        if role not in _ROLES and not any(f"{quote}{role}{quote}" in template.source for quote in "'\""):
-            param = f"{names.messages}[{at}].role"
-            raise InvalidParameter(f"{param} must be {' or '.join(_ROLES)}, got {role!r}", param)
-
-
 def render(
     template: ChatTemplate,
     messages: Sequence[Message],
@@ -129,9 +120,9 @@ def render(
         "documents": list(options.documents) or None,
         "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
     }
-    turns = [_message(message, template.source, at) for at, message in enumerate(messages)]
-    if not options.keep_billing_header:
-        turns = [turn for turn in map(_without_pseudo_headers, turns) if turn is not None]
+    kept = options.keep_billing_header
+    found = [_message(message, template.source, at, kept) for at, message in enumerate(messages)]
+    turns = [turn for turn in found if turn is not None]
     if options.continue_final_message:
         turns[-1] = _to_be_continued(turns[-1], names.continue_final_message)
     try:
@@ -151,33 +142,36 @@ def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _message(message: Message, template: str, at: int) -> dict[str, Any]:
+def _message(message: Message, template: str, at: int, keep_billing_header: bool) -> dict[str, Any] | None:
     """Convert a message to the form that templates expect: text content, tool call arguments as objects, no empty
-    fields."""
+    fields. Returns None for a system prompt that has nothing but pseudo-headers.
+    """
     result = {key: value for key, value in message.items() if value is not None}
-    content = result.get("content")
+    role, content = result.get("role"), result.get("content")
+    if role not in _ROLES and not any(f"{quote}{role}{quote}" in template for quote in "'\""):
+        param = f"messages[{at}].role"
+        raise InvalidParameter(f"{param} must be {' or '.join(_ROLES)}, got {role!r}", param)
     if isinstance(content, list):
         result["content"] = "\n".join(_text_of(part, at) for part in content)
+    text = result.get("content")
+    if (
+        role in ("system", "developer")
+        and not keep_billing_header
+        and isinstance(text, str)
+        and (headers := _PSEUDO_HEADERS.match(text)) is not None
+    ):
+        if headers.end() == len(text):
+            return None
+        result["content"] = text[headers.end() :]
     if "reasoning" in result:
         result.setdefault("reasoning_content", result.pop("reasoning"))
     if ".thinking" in template and "reasoning_content" in result and not (content and message.get("tool_calls")):
         result.setdefault("thinking", result["reasoning_content"])  # gpt-oss's allows this or content beside calls
-    if result.get("role") == "developer" and "developer" not in template:
+    if role == "developer" and "developer" not in template:
         result["role"] = "system"
     if calls := result.get("tool_calls"):
         result["tool_calls"] = [_tool_call(call) for call in calls]
     return result
-
-
-def _without_pseudo_headers(turn: dict[str, Any]) -> dict[str, Any] | None:
-    """Remove the pseudo-headers of a system prompt. Returns None if it has nothing else."""
-    content = turn.get("content")
-    if turn.get("role") not in ("system", "developer") or not isinstance(content, str):
-        return turn
-    if (headers := _PSEUDO_HEADERS.match(content)) is None:
-        return turn
-    rest = content[headers.end() :]
-    return turn | {"content": rest} if rest else None
 
 
 def _with_arguments_as_text(turn: dict[str, Any]) -> dict[str, Any]:

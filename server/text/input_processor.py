@@ -23,7 +23,7 @@ from quire.server.parsers.tool_formats import Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
-from quire.server.text.conversation import CHAT_NAMES, ParamNames, check_roles
+from quire.server.text.conversation import CHAT_NAMES, ParamNames
 from quire.server.text.inputs import (
     ChatInput,
     ContextLengthExceeded,
@@ -326,7 +326,6 @@ class InputProcessor:
             template = self._templates.choose(bool(chat.tools))
         if chat.template.reasoning_effort is not None and chat.template.ignores_effort(template):
             self.ignore([names.reasoning_effort])
-        check_roles(chat.messages, template, names)
         options = replace(chat.template, keep_billing_header=self._keeps_billing_header)
         (text,) = await self._renderer.render(
             template, [chat.messages], chat.tools, options, chat.tool_use is not None, names

@@ -349,7 +349,7 @@ def test_tools_that_clients_run_become_functions() -> None:
 
 
 async def test_tools_that_anthropic_runs_are_ignored(server: Server) -> None:
-    hosted = [
+    hosted: list[dict[str, Any]] = [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 3, "allowed_callers": ["code_execution"]},
         {"type": "code_execution_20250825", "name": "code_execution"},
         {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"},

@@ -70,7 +70,7 @@ IGNORED: dict[str, set[str]] = {
     },
     "Open WebUI": {
         *("chat_id", "keep_alive", "messages[].done", "messages[].id", "messages[].reasoning_details"),
-        *("messages[].timestamp", "mirostat_eta", "num_ctx", "repeat_last_n", "session_id"),
+        *("messages[].timestamp", "mirostat_eta", "options.num_ctx", "repeat_last_n", "session_id"),
     },
     "OpenAI Agents": {
         *("messages[].extra_content", "messages[].parsed", "prompt_cache_retention"),
