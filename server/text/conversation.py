@@ -15,12 +15,13 @@ from quire.server.text.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
 """A message as in the OpenAI API: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The usual roles of messages."""
 
 _END_SIGN = "\ue000end of the final message\ue000 "
 """Occurs in no conversation. The space shows whether a template trims messages."""
 _OF_FUNCTION = ("name", "description", "parameters")
 """The fields of a function that the prompt shows, in this order."""
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _PSEUDO_HEADERS = re.compile(r"(?:x-anthropic-[a-z0-9-]+:[^\n]*(?:\n|\Z))+")
 """The first lines of Claude Code's system prompts. They are for Anthropic's billing, and differ in each request, so
 that the cache would have no prefix of the prompt.
@@ -148,9 +149,6 @@ def _message(message: Message, template: str, at: int, keep_billing_header: bool
     """
     result = {key: value for key, value in message.items() if value is not None}
     role, content = result.get("role"), result.get("content")
-    if role not in _ROLES and not any(f"{quote}{role}{quote}" in template for quote in "'\""):
-        param = f"messages[{at}].role"
-        raise InvalidParameter(f"{param} must be {' or '.join(_ROLES)}, got {role!r}", param)
     if isinstance(content, list):
         result["content"] = "\n".join(_text_of(part, at) for part in content)
     text = result.get("content")

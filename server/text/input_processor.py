@@ -23,7 +23,7 @@ from quire.server.parsers.tool_formats import Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
-from quire.server.text.conversation import CHAT_NAMES, ParamNames
+from quire.server.text.conversation import CHAT_NAMES, ROLES, ParamNames
 from quire.server.text.inputs import (
     ChatInput,
     ContextLengthExceeded,
@@ -326,6 +326,11 @@ class InputProcessor:
             template = self._templates.choose(bool(chat.tools))
         if chat.template.reasoning_effort is not None and chat.template.ignores_effort(template):
             self.ignore([names.reasoning_effort])
+        for at, message in enumerate(chat.messages):
+            role = message.get("role")
+            if role not in ROLES and not any(f"{quote}{role}{quote}" in template.source for quote in "'\""):
+                param = f"{names.messages}[{at}].role"
+                raise InvalidParameter(f"{param} must be {' or '.join(ROLES)}, got {role!r}", param)
         options = replace(chat.template, keep_billing_header=self._keeps_billing_header)
         (text,) = await self._renderer.render(
             template, [chat.messages], chat.tools, options, chat.tool_use is not None, names
