@@ -103,7 +103,11 @@ def test_errors_of_messages(claude: anthropic.Anthropic) -> None:
         claude.messages.create(**{**QUESTION, "model": "claude"})
     assert missing.value.body == {
         "type": "error",
-        "error": {"type": "not_found_error", "message": "the model 'claude' does not exist; available: quire-demo"},
+        "error": {
+            "type": "not_found_error",
+            "message": "the model 'claude' does not exist; available: quire-demo",
+            "details": {"error_code": "model_not_found"},
+        },
     }
     with pytest.raises(anthropic.AuthenticationError):
         claude.with_options(auth_token="guess").messages.create(**QUESTION)
