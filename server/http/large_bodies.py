@@ -17,7 +17,7 @@ import os
 import pickle
 import traceback
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -55,8 +55,8 @@ _NICENESS = 10
 """Lowers the scheduling priority: streams come first."""
 
 ProcessLarge = Callable[[Any, InputProcessor, bytes | None], Coroutine[Any, Any, Any]]
-"""Turns parsed JSON into the body that the route receives (`RequestBody.process_large`). The bytes are the stored
-conversation that the request continues; None at first.
+"""Turns parsed JSON into the body that the route receives (`RequestBody.process_large`). The bytes are the items of the
+stored responses that the request refers to, as `ResponseStore.items_of` returns them; None at first.
 """
 
 
@@ -140,12 +140,9 @@ class Answered(Exception):
 
 @dataclass(frozen=True)
 class Continued:
-    """The request continues a stored response, whose conversation `process_large` needs; `body` is the request without
-    it.
-    """
+    """The request refers to stored responses, whose items `process_large` needs."""
 
-    response_id: str
-    body: Any
+    response_ids: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -242,9 +239,9 @@ class _BodyRequest(Request):
         process_large = self._route.process_large
         with memoryview(small) if self.large is None else self.large.view() as body:
             found = await bodies.process(process_large, body)
-            if isinstance(found, Continued) and (stored := bodies.responses.get(found.response_id)) is not None:
-                found = await bodies.process(process_large, body, stored.conversation)
-        return found.body if isinstance(found, Continued) else found
+            if isinstance(found, Continued):
+                found = await bodies.process(process_large, body, bodies.responses.items_of(found.response_ids))
+        return found
 
     def release(self) -> None:
         """Release the memory of the large body."""

@@ -59,7 +59,10 @@ class RequestBody(RequestModel):
 
     @classmethod
     async def process_large(cls, value: Any, processor: InputProcessor, stored: bytes | None) -> Any:
-        """Validate and process parsed JSON in another process; returns the body for the process that asks."""
+        """Validate and process parsed JSON in another process; returns the body for the process that asks.
+
+        `stored`: see `ProcessLarge`.
+        """
         return await cls.validated(value).process_reduced(processor)
 
     async def process_reduced(self, processor: InputProcessor) -> Self:

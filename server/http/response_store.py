@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,18 +29,20 @@ class StoredResponse:
     """A finished response, as JSON."""
 
     response: bytes
-    conversation: bytes
-    """The chat messages including its own, without instructions."""
+    items: bytes
+    """The items of the conversation, up to its own output, without instructions."""
+    num_input: int = 0
+    """Number of items before its own output."""
 
     @property
     def size(self) -> int:
         """Size in bytes."""
-        return len(self.response) + len(self.conversation)
+        return len(self.response) + len(self.items)
 
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation."""
-        messages: list[dict[str, Any]] = msgspec.json.decode(self.conversation)
-        return messages
+    def input_items(self) -> list[dict[str, Any]]:
+        """The items before its own output."""
+        items: list[dict[str, Any]] = msgspec.json.decode(self.items)
+        return items[: self.num_input]
 
 
 class ResponseStore:
@@ -62,6 +65,12 @@ class ResponseStore:
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a finished response, or None if it is not stored."""
         return self._stored.get(response_id)
+
+    def items_of(self, response_ids: Collection[str]) -> bytes:
+        """Return the items of those of these responses that are stored as one JSON object, by id."""
+        found = [(response_id, self._stored.get(response_id)) for response_id in response_ids]
+        parts = [b"%s:%s" % (msgspec.json.encode(name), stored.items) for name, stored in found if stored is not None]
+        return b"{%s}" % b",".join(parts)
 
     def delete(self, response_id: str) -> bool:
         """Delete a response; returns whether it was stored."""

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.http.errors import ResponseNotFound
 from quire.server.http.request_model import LABEL, ExtraField, MessagePart, variant
+from quire.server.openai.responses_tools import CalledTool, ResponseTools
+from quire.server.parsers.input_grammar import INPUT
+
+Shortening = tuple[int, int | None]
+"""The message from which on all remain, and one before it that remains."""
+
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})i?[0-9]+")
 
 
 class _InputPart(MessagePart):
@@ -21,7 +31,7 @@ class _RefusalPart(MessagePart):
 
 class _Item(MessagePart):
     extra_fields: ClassVar[Mapping[str, ExtraField]] = dict.fromkeys(
-        ("id", "status", "phase", "encrypted_content", "summary", "caller"), LABEL
+        ("id", "status", "phase", "encrypted_content", "summary", "caller", "created_by", "async"), LABEL
     )
 
 
@@ -34,30 +44,137 @@ class _ReasoningItem(_Item):
     content: list[dict[str, Any]] | None = None
 
 
+class _Reference(_Item):
+    id: str
+
+
 class _FunctionCallItem(_Item):
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
-
-
-class _FunctionCallOutputItem(_Item):
-    call_id: str
-    output: str | list[dict[str, Any]]
 
 
 class _CustomToolCallItem(_Item):
     call_id: str
     name: str
+    namespace: str | None = None
     input: str
+
+
+class _LocalShellCallItem(_Item):
+    call_id: str
+    action: dict[str, Any]
+
+
+class _ShellCallItem(_Item):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {**_Item.extra_fields, "environment": LABEL}
+
+    call_id: str
+    action: dict[str, Any]
+
+
+class _PatchCallItem(_Item):
+    call_id: str
+    operation: dict[str, Any]
+
+
+class _SearchCallItem(_Item):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {**_Item.extra_fields, "execution": LABEL}
+
+    call_id: str | None = None
+    arguments: Any = None
+
+
+class _McpCallItem(_Item):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {**_Item.extra_fields, "approval_request_id": LABEL}
+
+    id: str
+    server_label: str
+    name: str
+    arguments: str
+    output: str | None = None
+    error: Any = None
+
+
+class _CallOutputItem(_Item):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {**_Item.extra_fields, "name": LABEL, "namespace": LABEL}
+
+    call_id: str
+    output: str | list[dict[str, Any]]
+
+
+class _LocalShellOutputItem(_Item):
+    id: str | None = None
+    """The id of the call, if `call_id` does not have it."""
+    call_id: str | None = None
+    output: str
+
+
+class _ShellOutputItem(_Item):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {**_Item.extra_fields, "max_output_length": LABEL}
+
+    call_id: str
+    output: list[dict[str, Any]]
+
+
+class _PatchOutputItem(_Item):
+    call_id: str
+    status: str | None = None
+    output: str | None = None
+
+
+class _SearchOutputItem(_Item):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {**_Item.extra_fields, "execution": LABEL}
+
+    call_id: str | None = None
+    tools: list[dict[str, Any]]
+
+
+class _AdditionalTools(_Item):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {**_Item.extra_fields, "role": LABEL}
+
+    tools: list[dict[str, Any]]
+
+
+class _IgnoredItem(_Item):
+    """What another server has done, or wrote for itself."""
+
+    unknown_fields: ClassVar[ExtraField] = LABEL
 
 
 _ITEMS: dict[str, type[_Item]] = {
     "message": _InputMessage,
+    "item_reference": _Reference,
     "reasoning": _ReasoningItem,
     "function_call": _FunctionCallItem,
-    "function_call_output": _FunctionCallOutputItem,
+    "function_call_output": _CallOutputItem,
     "custom_tool_call": _CustomToolCallItem,
-    "custom_tool_call_output": _FunctionCallOutputItem,
+    "custom_tool_call_output": _CallOutputItem,
+    "local_shell_call": _LocalShellCallItem,
+    "local_shell_call_output": _LocalShellOutputItem,
+    "shell_call": _ShellCallItem,
+    "shell_call_output": _ShellOutputItem,
+    "apply_patch_call": _PatchCallItem,
+    "apply_patch_call_output": _PatchOutputItem,
+    "tool_search_call": _SearchCallItem,
+    "tool_search_output": _SearchOutputItem,
+    "additional_tools": _AdditionalTools,
+    "mcp_call": _McpCallItem,
+    **dict.fromkeys(
+        (
+            "compaction",
+            "compaction_summary",
+            "web_search_call",
+            "file_search_call",
+            "code_interpreter_call",
+            "image_generation_call",
+            "mcp_list_tools",
+            "mcp_approval_request",
+            "mcp_approval_response",
+        ),
+        _IgnoredItem,
+    ),
 }
 _PARTS: dict[str, type[_InputPart | _RefusalPart]] = {
     "input_text": _InputPart,
@@ -71,41 +188,76 @@ class InputTurns:
     message.
     """
 
-    def __init__(self, messages: list[dict[str, Any]]) -> None:
-        self.messages = messages
-        self.ignored: set[str] = set()
-        """The fields of items that are ignored."""
+    def __init__(self, tools: ResponseTools, ignored: set[str]) -> None:
+        """Adds to `ignored` the fields of items that are ignored, and to `tools` the tools that items load."""
+        self.messages: list[dict[str, Any]] = []
+        self._tools, self._ignored = tools, ignored
 
     def add(self, given: dict[str, Any], param: str) -> None:
         """Add an item of the input; raises `InvalidParameter` for an invalid or unsupported item."""
-        match item := variant(_ITEMS, given, param, self.ignored, default="message"):
+        match item := variant(_ITEMS, given, param, self._ignored, default="message"):
             case _InputMessage(role="assistant"):
-                self.add_text(self._text(item.content, f"{param}.content"))
+                self._add_text(self._text(item.content, f"{param}.content"))
             case _InputMessage():
                 self.messages.append({"role": item.role, "content": self._text(item.content, f"{param}.content")})
             case _ReasoningItem():
-                self.add_reasoning(self._thoughts(item.content or (), f"{param}.content"))
-            case _FunctionCallItem():
-                self.call(item.call_id, item.name, item.arguments)
-            case _CustomToolCallItem():
-                self.call(item.call_id, item.name, json.dumps({"input": item.input}))
-            case _FunctionCallOutputItem():
-                text = self._text(item.output, f"{param}.output")
-                self.messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+                self._add_reasoning(self._thoughts(item.content or (), f"{param}.content"))
+            case _IgnoredItem():
+                self._ignored.add(f"{param}.type={given['type']}")
+            case _SearchOutputItem() | _AdditionalTools():
+                self._tools.load(item.tools, f"{param}.tools")
+                if isinstance(item, _SearchOutputItem) and item.call_id is not None:
+                    self._answer(item.call_id, json.dumps({"tools": item.tools}, ensure_ascii=False))
+            case _CallOutputItem():
+                self._answer(item.call_id, self._text(item.output, f"{param}.output"))
+            case _LocalShellOutputItem():
+                if (call_id := item.call_id or item.id) is None:
+                    raise InvalidParameter(f"{param}.call_id is missing", f"{param}.call_id")
+                self._answer(call_id, item.output)
+            case _ShellOutputItem():
+                self._answer(item.call_id, json.dumps(item.output, ensure_ascii=False))
+            case _PatchOutputItem():
+                self._answer(item.call_id, item.output or item.status or "")
+            case _:
+                self._add_call(item)
 
-    def add_reasoning(self, text: str) -> None:
+    def _add_call(self, item: _Item) -> None:
+        match item:
+            case _FunctionCallItem():
+                self._call(item.call_id, CalledTool("function", item.name, item.namespace), item.arguments)
+            case _CustomToolCallItem():
+                tool = CalledTool("custom", item.name, item.namespace)
+                self._call(item.call_id, tool, _json({INPUT: item.input}))
+            case _LocalShellCallItem():
+                arguments = {name: value for name, value in item.action.items() if name != "type" and value}
+                self._call(item.call_id, CalledTool("local_shell", "local_shell"), _json(arguments))
+            case _ShellCallItem():
+                arguments = {name: value for name, value in item.action.items() if value is not None}
+                self._call(item.call_id, CalledTool("shell", "shell"), _json(arguments))
+            case _PatchCallItem():
+                self._call(item.call_id, CalledTool("apply_patch", "apply_patch"), _json(item.operation))
+            case _SearchCallItem(call_id=str(call_id)):
+                self._call(call_id, CalledTool("tool_search", "tool_search"), _json(item.arguments or {}))
+            case _McpCallItem():
+                self._call(item.id, CalledTool("function", item.name, item.server_label), item.arguments)
+                self._answer(item.id, item.output or _json({"error": item.error}))
+
+    def _add_reasoning(self, text: str) -> None:
         """Add reasoning, which precedes text and calls."""
         if text:
             self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
 
-    def add_text(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         """Add text, which precedes calls."""
         self._turn("content", "tool_calls")["content"] = text
 
-    def call(self, call_id: str, name: str, arguments: str) -> None:
+    def _call(self, call_id: str, tool: CalledTool, arguments: str) -> None:
         """Add a call, which comes last."""
-        call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
-        self._turn().setdefault("tool_calls", []).append(call)
+        function = {"name": self._tools.name(tool), "arguments": arguments}
+        self._turn().setdefault("tool_calls", []).append({"type": "function", "id": call_id, "function": function})
+
+    def _answer(self, call_id: str, text: str) -> None:
+        self.messages.append({"role": "tool", "content": text, "tool_call_id": call_id})
 
     def _turn(self, *without: str) -> dict[str, Any]:
         """Return the last assistant message, or a new one if that has any of these fields."""
@@ -117,18 +269,84 @@ class InputTurns:
     def _text(self, content: str | list[dict[str, Any]], param: str) -> str:
         if isinstance(content, str):
             return content
-        parts = [variant(_PARTS, given, f"{param}[{at}]", self.ignored) for at, given in enumerate(content)]
+        parts = [variant(_PARTS, given, f"{param}[{at}]", self._ignored) for at, given in enumerate(content)]
         return "\n".join(part.refusal if isinstance(part, _RefusalPart) else part.text for part in parts)
 
     def _thoughts(self, content: Sequence[dict[str, Any]], param: str) -> str:
         kinds = {"reasoning_text": _InputPart}
-        parts = [variant(kinds, given, f"{param}[{at}]", self.ignored) for at, given in enumerate(content)]
+        parts = [variant(kinds, given, f"{param}[{at}]", self._ignored) for at, given in enumerate(content)]
         return "\n".join(part.text for part in parts)
 
 
-def is_json_object(text: str) -> bool:
-    """Return whether the text is complete JSON arguments of a call; empty text is."""
-    try:
-        return isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        return False
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def listed(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored item as the API lists it: with all fields of a message."""
+    if item.get("type", "message") != "message":
+        return item if item["type"] == "reasoning" else {"status": "completed", **item}
+    is_answer = item["role"] == "assistant"
+    content = item["content"]
+    if isinstance(content, str):
+        content = [{"type": "output_text" if is_answer else "input_text", "text": content}]
+    if is_answer:
+        content = [{"annotations": [], **part} for part in content]
+    return {"status": "completed", **item, "type": "message", "content": content}
+
+
+def referred_id(item: dict[str, Any]) -> str | None:
+    """Return the id that a reference to an item has; None for other items."""
+    is_reference = item.get("type", "item_reference") == "item_reference" and "role" not in item
+    return item["id"] if is_reference and isinstance(item.get("id"), str) else None
+
+
+def response_of(item_id: str) -> str | None:
+    """Return the id of the response that has an item, as its input or output; None for an id that is no item's of this
+    server.
+    """
+    found = _ITEM_ID.fullmatch(item_id)
+    return f"resp_{found[1]}" if found else None
+
+
+def resolved(
+    given: Sequence[dict[str, Any]], stored: Mapping[str, Sequence[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the items of an input, with the items of `stored` responses that they refer to; raises `ResponseNotFound`
+    for an unknown one.
+    """
+    by_id: dict[str, dict[str, Any]] | None = None
+    for at, item in enumerate(given):
+        if (item_id := referred_id(item)) is None:
+            yield item
+            continue
+        if by_id is None:
+            by_id = {each["id"]: each for items in stored.values() for each in items}
+        if item_id not in by_id:
+            raise ResponseNotFound(
+                f"input[{at}]: item {item_id} not found: only items of the newest responses with store: true are kept",
+                f"input[{at}].id",
+            )
+        yield by_id[item_id]
+
+
+def shortenings(messages: Sequence[dict[str, Any]]) -> list[Shortening]:
+    """Return the ways to leave out the oldest messages, the one that leaves out least first.
+
+    A call is never separated from its result. The user's last message remains, and the last step of the model after it.
+    """
+    steps = [at for at, message in enumerate(messages) if message["role"] in ("user", "assistant")]
+    users = [at for at in steps if messages[at]["role"] == "user"]
+    if not users:
+        return [(at, None) for at in steps[1:]]
+    return [(at, None) for at in users[1:]] + [(at, users[-1]) for at in steps if at > users[-1] + 1]
+
+
+def shortened(messages: Sequence[dict[str, Any]], way: Shortening) -> list[dict[str, Any]]:
+    """Return the messages that remain, among them all of the system."""
+    begin, kept = way
+    return [
+        message
+        for at, message in enumerate(messages)
+        if at >= begin or at == kept or message["role"] in ("system", "developer")
+    ]

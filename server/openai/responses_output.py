@@ -6,9 +6,9 @@ Reasoning is returned as plain text in the `content` of its items, so nothing is
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -28,8 +28,9 @@ from quire.server.http.errors import describe
 from quire.server.http.response import named_event, part
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import ServedModel
+from quire.server.openai.custom_input import CustomInput
 from quire.server.openai.logprobs import TokenNames, token_logprobs
-from quire.server.openai.responses_input import InputTurns, is_json_object
+from quire.server.openai.responses_tools import CalledTool
 from quire.server.serving.generation import Generation
 from quire.server.text.inputs import GenerationInput
 
@@ -41,10 +42,14 @@ _encode = msgspec.json.Encoder().encode
 class ProcessedResponse(NamedTuple):
     """The engine's input, and the fields of the request that the response repeats."""
 
+    response_id: str
     chat: GenerationInput
     echoed: dict[str, Any]
-    conversation: bytes | None
-    """The chat messages up to the answer, without instructions, as JSON; None: not to be stored."""
+    tools: Mapping[str, CalledTool]
+    """The tools, by name of the function."""
+    items: bytes | None
+    """The items up to the answer, without instructions, as JSON; None: not to be stored."""
+    num_items: int
 
 
 class ResponseFormatter:
@@ -52,7 +57,7 @@ class ResponseFormatter:
 
     def __init__(self, model: str, processed: ProcessedResponse, state: ServedModel) -> None:
         chat = processed.chat
-        self.id = f"resp_{uuid.uuid4().hex}"
+        self.id = processed.response_id
         self._store = state.responses
         self._prompt_tokens = len(chat.prompts[0])
         self._tokenizer = state.frontend.input_processor.tokenizer
@@ -74,7 +79,9 @@ class ResponseFormatter:
             "top_p": chat.params.top_p,
             **processed.echoed,
         }
-        self._conversation = processed.conversation
+        self._processed = processed
+        self._inputs: dict[int, CustomInput] = {}
+        """The inputs of custom tools that are being streamed, by index of the block."""
 
     def object(self) -> dict[str, Any]:
         """The response so far."""
@@ -135,23 +142,13 @@ class ResponseFormatter:
         """Set the final status, and store the response if requested."""
         self._status = status
         self._store.running.pop(self.id, None)
-        if self._conversation is not None:
-            answer = b"".join(b"," + _encode(message) for message in self._messages())
-            beginning = self._conversation[:-1] if self._conversation != b"[]" else b"["
-            self._store.add(self.id, StoredResponse(_encode(self.object()), beginning + answer + b"]"))
-
-    def _messages(self) -> list[dict[str, Any]]:
-        """The output as chat messages, without an incomplete tool call."""
-        turns = InputTurns([])
-        for block in self._blocks.blocks:
-            match block.kind:
-                case "reasoning":
-                    turns.add_reasoning(block.text)
-                case "text":
-                    turns.add_text(block.text)
-                case "call" if is_json_object(block.text):
-                    turns.call(block.call_id, block.name, block.text)
-        return turns.messages
+        if (items := self._processed.items) is not None:
+            blocks = self._blocks.blocks  # a call that was cut off is not remembered
+            kept = [block for block in blocks if block.kind != "call" or _is_json_object(block.text)]
+            output = b",".join(_encode(self._item(block, "completed")) for block in kept)
+            items = items[:-1] + b"," * bool(kept and self._processed.num_items) + output + b"]"
+            stored = StoredResponse(_encode(self.object()), items, self._processed.num_items)
+            self._store.add(self.id, stored)
 
     def _usage(self) -> dict[str, Any]:
         blocks = self._blocks
@@ -172,40 +169,62 @@ class ResponseFormatter:
             case "text":
                 return item | {"type": "message", "role": "assistant", "content": content}
             case "call":
-                arguments = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-                return item | {"type": "function_call", **arguments}
+                return item | self._tool(block).item(block.call_id, block.text, status)
+
+    def _tool(self, block: ContentBlock) -> CalledTool:
+        """The tool of a call."""
+        return self._processed.tools[block.name]
 
     def _item_id(self, block: ContentBlock) -> str:
-        prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[block.kind]
+        prefix = self._tool(block).prefix if block.kind == "call" else {"reasoning": "rs", "text": "msg"}[block.kind]
         return f"{prefix}_{self.id.removeprefix('resp_')}{block.index:02}"
 
     def _events(self, event: BlockEvent) -> bytes:
         block = event.block
         at: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
-        if block.kind != "call":
-            at["content_index"] = 0
         match event:
             case BlockOpened():
                 item = {"output_index": block.index, "item": self._item(block, "in_progress")}
                 added = self._sse("response.output_item.added", item)
                 if block.kind == "call":
                     return added
-                return added + self._sse("response.content_part.added", {**at, "part": self._part(block)})
+                part = {**at, "content_index": 0, "part": self._part(block)}
+                return added + self._sse("response.content_part.added", part)
+            case BlockDelta() if block.kind == "call":
+                return self._call_delta(block, event.text, at)
             case BlockDelta(text=text, logprobs=scored):
                 extra = {"logprobs": self._scores(scored)} if block.kind == "text" else {}
-                return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "delta": text, **extra})
+                return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "content_index": 0, "delta": text, **extra})
             case BlockClosed():
-                whole: dict[str, Any] = {"text": block.text}
-                if block.kind == "text":
-                    whole["logprobs"] = self._scores(block.logprobs)
-                if block.kind == "call":
-                    whole = {"name": block.name, "arguments": block.text}
-                done = self._sse(f"{_GROWS[block.kind]}.done", {**at, **whole})
-                if block.kind != "call":
-                    done += self._sse("response.content_part.done", {**at, "part": self._part(block)})
                 status = "completed" if self._status in ("in_progress", "completed") else "incomplete"
                 item = {"output_index": block.index, "item": self._item(block, status)}
+                if block.kind == "call":
+                    return self._call_done(block, item["item"], at) + self._sse("response.output_item.done", item)
+                whole: dict[str, Any] = {**at, "content_index": 0, "text": block.text}
+                if block.kind == "text":
+                    whole["logprobs"] = self._scores(block.logprobs)
+                done = self._sse(f"{_GROWS[block.kind]}.done", whole)
+                done += self._sse("response.content_part.done", {**at, "content_index": 0, "part": self._part(block)})
                 return done + self._sse("response.output_item.done", item)
+
+    def _call_delta(self, block: ContentBlock, arguments: str, at: dict[str, Any]) -> bytes:
+        match self._tool(block).kind:
+            case "function":
+                return self._sse("response.function_call_arguments.delta", {**at, "delta": arguments})
+            case "custom":
+                reader = self._inputs.setdefault(block.index, CustomInput())
+                if text := reader.feed(arguments):
+                    return self._sse("response.custom_tool_call_input.delta", {**at, "delta": text})
+        return b""
+
+    def _call_done(self, block: ContentBlock, item: dict[str, Any], at: dict[str, Any]) -> bytes:
+        match self._tool(block).kind:
+            case "function":
+                whole = {"name": item["name"], "arguments": block.text}
+                return self._sse("response.function_call_arguments.done", {**at, **whole})
+            case "custom":
+                return self._sse("response.custom_tool_call_input.done", {**at, "input": item["input"]})
+        return b""
 
     def _part(self, block: ContentBlock) -> dict[str, Any]:
         if block.kind == "reasoning":
@@ -222,8 +241,12 @@ class ResponseFormatter:
         return named_event(name, {"sequence_number": number, **fields})
 
 
-_GROWS = {
-    "reasoning": "response.reasoning_text",
-    "text": "response.output_text",
-    "call": "response.function_call_arguments",
-}
+_GROWS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
+
+
+def _is_json_object(text: str) -> bool:
+    """Return whether the text is complete JSON arguments of a call; empty text is."""
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False

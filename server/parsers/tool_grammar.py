@@ -15,6 +15,7 @@ from typing import Any
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.parsers.argument_types import TEXT, property_names, types_of
 from quire.server.parsers.incremental import any_of
+from quire.server.parsers.input_grammar import INPUT, InputGrammar, embedded
 from quire.server.parsers.quoted_grammar import QuotedGrammar
 from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat
 from quire.server.parsers.text_grammar import definitions, narrowed, pattern, quoted, selections, text_terminal
@@ -44,6 +45,8 @@ class GrammarTool:
     name: str
     parameters: dict[str, Any]
     strict: bool = False
+    grammar: InputGrammar | None = None
+    """The grammar of its only argument, in a strict custom tool."""
 
 
 def tool_grammar(
@@ -70,7 +73,7 @@ def tool_grammar(
     grammar = _GrammarText(format, reasoning, token_id, as_json=is_either and format.bare == "{")
     for tool in tools:
         is_held = required or tool.strict
-        grammar.add_tool(tool.name, tool.parameters if is_held else _lax(tool.parameters, format))
+        grammar.add_tool(tool.name, tool.parameters if is_held else _lax(tool.parameters, format), tool.grammar)
     grammar.add_blocks(several)
     if is_either:
         grammar.rules.append(f"answer: %json {json.dumps(answer)}")
@@ -137,11 +140,16 @@ class _GrammarText:
         parts = [part for part in self._split.split(text) if part]
         return " ".join(f"<[{self._tokens[part]}]>" if part in self._tokens else quoted(part) for part in parts)
 
-    def add_tool(self, name: str, schema: dict[str, Any]) -> None:
+    def add_tool(self, name: str, schema: dict[str, Any], input_grammar: InputGrammar | None = None) -> None:
         """Add the rules for a call of this function."""
         index, format = len(self._calls), self._format
         self._calls.append(f"call_{index}")
         match format.call:
+            case _ if input_grammar is not None:
+                try:
+                    arguments = self._input(f"input_{index}", input_grammar.definition)
+                except ValueError as error:
+                    raise InvalidParameter(f"{input_grammar.param}: {error}", input_grammar.param) from None
             case JsonObject(key) if self._as_json:
                 self.rules.append(f"call_{index}: %json {json.dumps(_object(name, key, schema))}")
                 if format.separator is not None:
@@ -165,6 +173,28 @@ class _GrammarText:
             else:  # one literal, so that no other literal starts with a part of it
                 head = self.literal(f"{separator}{before}{name}{between}")
             self.rules.append(f"{rule}_{index}: {head} args_{index} {self.literal(after)}")
+
+    def _input(self, rule: str, grammar: str) -> str:
+        """The only argument of a custom tool, with a grammar of its own."""
+        if self._as_json:
+            raise ValueError("this model's tool calls do not allow a grammar together with a format of the answer")
+        before, after, end = f'{{"{INPUT}": "', '"}', None
+        match self._format.call:
+            case Python():
+                before, after = f'{INPUT}="', '"'
+            case Tagged(open=opening, between=between, close=close):
+                before, after, end = f"{opening}{INPUT}{between}", close, close.rstrip("\n")
+            case Quoted(quote):
+                before, after, end = f"{INPUT}:{quote}", quote, quote
+        is_text = end is not None
+        if end is not None and end.startswith("\n"):
+            end = end.strip()
+        elif end in self._tokens:
+            end = None
+        elif end is not None:  # a lexeme of the grammar could include its beginning
+            raise ValueError(f"this model's tool calls allow no grammar of a text, as {end!r} ends it; use a regex")
+        self.rules.append(f"{rule}: {embedded(grammar, end, as_json=not is_text)}")
+        return f"{self.literal(before)} {rule} {self.literal(after)}"
 
     def add_blocks(self, several: bool) -> None:
         """`calls`: one or more blocks. `rest`: a block without its marker."""

@@ -235,6 +235,8 @@ class InputProcessor:
         needs_grammar = chat.tool_use is not None and (chat.tool_use.needs_grammar or budget is not None)
         if chat.tool_use is not None and (needs_grammar or answer is not None):
             schema = None if answer is None or chat.tool_use.required else _schema_of(answer, names.structured_outputs)
+            for own in (tool.grammar for tool in chat.tool_use.tools if tool.grammar is not None):
+                await self._structured.resolve_in_thread(StructuredOutputs(grammar=own.definition), own.param)
             grammar = self._tool_grammar(chat.tool_use, output_format, schema, budget)
             params.structured_outputs = await self._resolve_tools(grammar, chat.tool_use)
         elif budget is not None:
@@ -446,11 +448,16 @@ class InputProcessor:
     # --- tokens -------------------------------------------------------------------------------------------------
 
     async def tokenize_chat(
-        self, chat: ChatInput, truncate: int | None, max_tokens: int | None, side: TruncationSide = "left"
+        self,
+        chat: ChatInput,
+        truncate: int | None,
+        max_tokens: int | None,
+        side: TruncationSide = "left",
+        names: ParamNames = CHAT_NAMES,
     ) -> list[int]:
         """Return a conversation's token ids as `process_chat` does, without a length limit."""
         last = self._prompts.num_kept(truncate, max(1, max_tokens or 1))
-        text, specials = await self._render(chat, CHAT_NAMES), chat.template.add_special_tokens
+        text, specials = await self._render(chat, names), chat.template.add_special_tokens
         ids = await run_in_thread(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=specials))
         return ids if last is None else truncated(ids, last, side)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
+from quire.server.parsers.input_grammar import InputGrammar
 from quire.server.parsers.tool_grammar import GrammarTool
 from quire.server.text.conversation import CHAT_NAMES, ParamNames
 
@@ -39,14 +40,19 @@ def read_tool_use(
     choice: str | Mapping[str, Any] | None,
     max_calls: int | None = None,
     names: ParamNames = CHAT_NAMES,
+    params: Sequence[str] = (),
+    grammars: Mapping[str, InputGrammar] | None = None,
 ) -> ToolUse | None:
     """Parse a request's `tools` and `tool_choice`; returns None if no tool may be called. `max_calls`: see `ToolUse`.
+    `params` are the names of the tools for error messages, `grammars` the grammars of custom tools by name.
 
     Raises `InvalidParameter` that describes the error.
     """
     if len(tools) > MAX_TOOLS:
         raise InvalidParameter(f"tools: at most {MAX_TOOLS} are allowed, got {len(tools)}", "tools")
-    known = [_tool(tool, f"tools[{at}]", names) for at, tool in enumerate(tools)]
+    params = params or [f"tools[{at}]" for at in range(len(tools))]
+    known = [_tool(tool, param, names) for tool, param in zip(tools, params, strict=True)]
+    known = [replace(tool, grammar=grammars.get(tool.name)) for tool in known] if grammars else known
     known_names = [tool.name for tool in known]
     if twice := next((name for at, name in enumerate(known_names) if name in known_names[:at]), None):
         raise InvalidParameter(f"tools: duplicate function name {twice}", "tools")
