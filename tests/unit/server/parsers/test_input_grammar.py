@@ -1,0 +1,158 @@
+"""Grammars of the input of custom tools: the texts that they allow as they are, and inside of calls of every kind."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import product
+
+import llguidance
+import pytest
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.openai.custom_input import custom_input
+from quire.server.parsers.input_grammar import InputGrammar, embedded
+from quire.server.parsers.tool_calls import tool_parser
+from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Quoted, Tagged
+from quire.server.parsers.tool_grammar import GrammarTool
+from tests.unit.server.parsers.test_tool_grammar import grammar, tokenizers, verdict
+
+PATCH = """\
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+hunk: add_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+update_hunk: "*** Update File: " filename LF change?
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+change: (change_context | change_line)+
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+%import common.LF
+"""
+"""The grammar of Codex's apply_patch, without some of its hunks."""
+LINES = (
+    '*** Begin Patch\n*** Add File: a.py\n+x = "a\\n" \\ é\t\n+\n*** Update File: b\n@@ def f\n-x\n+y\n*** End Patch'
+)
+GRAMMARS: dict[str, tuple[str, str]] = {
+    "patch": (PATCH, "*@+ x\n"),
+    "strings": ('start: STRING (", " STRING)*\nSTRING: "\\"" /[^"\\\\]*/ "\\""', 'a",\\ \n'),
+    "imported": ("start: ESCAPED_STRING (WS INT)*\n%import common (ESCAPED_STRING, WS, INT)", '"\\1 \n'),
+    "renamed": ("start: /a/ (NL /a/)*  // lines\n%import common.LF -> NL", "a\nb"),
+    "ignored": ('start: "a" ("," "a")*\n%ignore WS\n%import common.WS', 'a,\n "'),
+    "ranges": ('start: ("a".."c" | "\\t".."\\n")+ /\\s*=[^\\S\\n]{0,2}/', "ac=\n \t"),
+    "classes": (r"start: /[^\x00-\x1f\\]+(?:\\.|\r?\n)*/", 'a\\\r\n"'),
+    "terminals": ('start: A+\nA: B | "x" C\nB: "\\n" | /[ab]+/\nC: /\\d{1,2}/', "ab\nx1"),
+    "dots": (r"start: /a.*/s", 'a"\\\n'),
+    "quoted": (r'start: /"([^"\\]|\\["\\])*"( \w+)?/', '"\\ a'),
+}
+
+
+def accepts(lark: str, text: str) -> bool:
+    tokenizer, guide = tokenizers("text")
+    matcher = llguidance.LLMatcher(guide, lark)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+def as_json(lark: str) -> str:
+    return f'start: "\\"" inner "\\""\ninner: {embedded(lark, None, as_json=True)}'
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_json_allows_the_same_texts(name: str) -> None:
+    lark, alphabet = GRAMMARS[name]
+    quoted, choose = as_json(lark), random.Random(name)
+    texts = ["".join(text) for length in range(4) for text in product(alphabet, repeat=length)]
+    texts = choose.sample(texts, 30) + ["".join(choose.choices(alphabet, k=6)) for _ in range(30)]
+    texts += [
+        LINES,
+        '"a", "b\n"',
+        '"\\"" 1\n2',
+        "a\na",
+        "a ,\n a",
+        "a\t=  ",
+        'a "\\n\\"',
+        "ab\nx12",
+        'a"\\\n',
+        '"\\"" w',
+    ]
+    found = {accepts(lark, text) for text in texts}
+    assert found == {True, False}
+    for text in texts:
+        assert accepts(quoted, json.dumps(text, ensure_ascii=False)) == accepts(lark, text), text
+
+
+def call(format: str, text: str) -> str:
+    """A call of `f` with this input."""
+    own = TOOL_FORMATS[format]
+    before, between, after = own.call.around
+    match own.call:
+        case Python():
+            arguments = f"input={json.dumps(text, ensure_ascii=False)}"
+        case Tagged(open=opening, between=middle, close=close):
+            arguments = f"{opening}input{middle}{text}{close}"
+        case Quoted(quote):
+            arguments = f"input:{quote}{text}{quote}"
+        case _:
+            arguments = json.dumps({"input": text}, ensure_ascii=False)
+    name = "functions.f:0" if own.id_as_name else "f"
+    return f"{own.block[0]}{own.block[1]}{before}{name}{between}{arguments}{after}{own.block[2]}"
+
+
+TOOL = GrammarTool("f", {"type": "object", "properties": {"input": {"type": "string"}}}, True, InputGrammar(PATCH, "p"))
+SPELLED = [("hermes", "text"), ("hermes", "special"), ("mistral", "text"), ("kimi_k2", "special"), ("lfm2", "text")]
+SPELLED += [("openai", "special"), ("qwen3_coder", "text"), ("qwen3_coder", "special"), ("glm45", "special")]
+SPELLED += [("gemma4", "special"), ("llama3_json", "text")]
+
+
+@pytest.mark.parametrize(("format", "kind"), SPELLED)
+def test_calls_of_every_kind_follow_it(format: str, kind: str) -> None:
+    held = grammar(format, kind, [TOOL], several=False)
+    assert verdict(kind, held, call(format, LINES)) == "yes"
+    assert verdict(kind, held, call(format, LINES.replace("+y", "y"))) == "no"
+    assert verdict(kind, held, call(format, LINES.replace("*** End Patch", ""))) == "no"
+    if format != "openai":  # whose parser is `HarmonyParser`
+        parser = tool_parser(TOOL_FORMATS[format], {"f": TOOL.parameters})
+        events = [*parser.feed(call(format, LINES)), *parser.finish()]
+        assert custom_input("".join(getattr(event, "arguments", "") for event in events)) == LINES
+
+
+def test_the_end_of_an_argument_is_not_part_of_it() -> None:
+    held = grammar("qwen3_coder", "text", [TOOL], several=False)
+    assert verdict("text", held, call("qwen3_coder", LINES.replace("+y", "+<b></b>"))) == "yes"
+    assert verdict("text", held, call("qwen3_coder", LINES.replace("+y", "+</parameter>y"))) == "no"
+
+
+@pytest.mark.parametrize(
+    ("format", "kind", "options"),
+    [("seed_oss", "text", {}), ("gemma4", "text", {}), ("llama3_json", "text", {"required": False, "answer": {}})],
+)
+def test_a_format_that_cannot_hold_it_is_refused(format: str, kind: str, options: dict[str, object]) -> None:
+    with pytest.raises(InvalidParameter) as error:
+        grammar(format, kind, [TOOL], **options)
+    assert error.value.param == "p"
+
+
+@pytest.mark.parametrize(
+    ("lark", "named"),
+    [
+        ("start: <think>", "<think>"),
+        ('start: %json {"type": "string"}', "%json"),
+        ("start: a\na[lazy]: /x/", "a"),
+        ("start: A\nA: /.*/ & ~/a/", "A"),
+        ("start: /.*foo/", "may be followed"),
+        (r"start: /\p{Lu}.*/", r"\p"),
+        ("start: /[[:alpha:].]/", "class"),
+        ("start: /.*?/", "*?"),
+        ('start: /"x/i', "flags i"),
+        ('start: "a"\n%ignore "b" "\\n"', "%ignore"),
+        ("start: A\n%import common (C_COMMENT)", "C_COMMENT"),
+    ],
+)
+def test_what_cannot_be_rewritten_is_named(lark: str, named: str) -> None:
+    with pytest.raises(ValueError, match=r"supported|cannot") as error:
+        as_json(lark)
+    assert named in str(error.value)
