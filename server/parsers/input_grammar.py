@@ -9,8 +9,10 @@ be followed by another escape: each escape is a lexeme of its own, between lexem
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,6 +21,7 @@ from quire.server.parsers.text_grammar import pattern, quoted
 
 _SPECIAL = frozenset(map(chr, range(0x20))) | {'"', "\\"}
 """The characters that JSON escapes."""
+_NUMERIC = [char for char in _SPECIAL if json.dumps(char).startswith(r'"\u')]
 _PLAIN = r'[^"\\\x00-\x1f]'
 _SPACE = frozenset("\t\n\v\f\r")
 _CLASSES = {"d": frozenset[str](), "w": frozenset[str](), "s": _SPACE}
@@ -113,17 +116,28 @@ class _AsJson:
             assert begin is not None
             body = grammar[begin.end() : after.start() if after else len(grammar)]
             self._definitions.append((begin[1], begin[0], body))
-        self._prefix = "terminal-"
-        while self._prefix in grammar:
-            self._prefix += "x-"
-        self._escaping: set[str] = set()
-        """The terminals that may contain escapes."""
-        before = -1
-        while len(self._escaping) != before:
-            before = len(self._escaping)
-            self._escaping |= {
-                name for name, _, body in self._definitions if _is_terminal(name) and self._escapes(body)
-            }
+        self._prefix = f"terminal-{hashlib.sha256(grammar.encode(errors='replace')).hexdigest()[:16]}-"
+        self._escaping = self._terminals_with_escapes()
+
+    def _terminals_with_escapes(self) -> set[str]:
+        """The terminals that may contain escapes, themselves or in others that they refer to."""
+        users: defaultdict[str, list[str]] = defaultdict(list)
+        found: list[str] = []
+        for name, _, body in self._definitions:
+            if not _is_terminal(name):
+                continue
+            tokens = [*_TOKEN.finditer(_split_directives(body)[0])]
+            for token in tokens:
+                if token.lastgroup == "name":
+                    users[token[0]].append(name)
+            if any(map(_escapes, tokens)):
+                found.append(name)
+        escaping = set(found)
+        while found:
+            new = set(users[found.pop()]) - escaping
+            escaping |= new
+            found += new
+        return escaping
 
     def text(self) -> str:
         """The grammar."""
@@ -140,15 +154,6 @@ class _AsJson:
                     )
                 head = f"{self._prefix}{name.lower()}"
             yield head + self._body(body)
-
-    def _escapes(self, body: str) -> bool:
-        rule, _, _ = _split_directives(body)
-        return any(
-            (token.lastgroup == "name" and token[0] in self._escaping)
-            or (token.lastgroup == "string" and bool(_SPECIAL.intersection(_string(token[0])[0])))
-            or (token.lastgroup == "regex" and not _Regex.of(token[0]).is_plain)
-            for token in _TOKEN.finditer(rule)
-        )
 
     def _body(self, body: str) -> str:
         rule, ignored, rest = _split_directives(body)
@@ -188,6 +193,12 @@ _RANGE = re.compile(r'("(?:\\.|[^"\\\n])+")\s*\.\.\s*("(?:\\.|[^"\\\n])+")')
 def _range(found: re.Match[str]) -> str:
     first, last = (ord(_string(end)[0]) for end in (found[1], found[2]))
     return rf"/[\x{{{first:x}}}-\x{{{last:x}}}]/"
+
+
+def _escapes(token: re.Match[str]) -> bool:
+    if token.lastgroup == "string":
+        return not _SPECIAL.isdisjoint(_string(token[0])[0])
+    return token.lastgroup == "regex" and not _Regex.of(token[0]).is_plain
 
 
 def _is_terminal(name: str) -> bool:
@@ -265,10 +276,13 @@ class _Set(_Node):
 
     def ways(self, count: str = "") -> list[str]:
         """Regular expressions for some of these characters, between two escapes, and for one escape."""
-        escapes = "|".join(
-            re.sub(r"[^\w]", lambda found: f"\\{found[0]}", way) for way in sorted(map(_escape, self.special))
-        )
-        return [f"{self.plain}{count}"] * bool(self.plain) + [f"({escapes})"] * bool(escapes)
+        escapes = sorted(map(_escape, self.special))
+        numeric = [way for way in escapes if way.startswith(r"\u")]
+        is_all = len(numeric) == len(_NUMERIC)
+        numeric = [r"\\u00(0[0-7be-f]|1[0-9a-f])"] if is_all else [f"\\{way}" for way in numeric]
+        short = "".join(re.escape(way[1:]) for way in escapes if not way.startswith(r"\u"))
+        ways = "|".join([rf"\\[{short}]"] * bool(short) + numeric)
+        return [f"{self.plain}{count}"] * bool(self.plain) + [f"({ways})"] * bool(ways)
 
     def rule(self) -> str:
         return f"({' | '.join(f'/{way}/' for way in self.ways())})"

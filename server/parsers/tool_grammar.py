@@ -148,7 +148,7 @@ class _GrammarText:
             case _ if input_grammar is not None:
                 try:
                     arguments = self._input(f"input_{index}", input_grammar.definition)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise InvalidParameter(f"{input_grammar.param}: {error}", input_grammar.param) from None
             case JsonObject(key) if self._as_json:
                 self.rules.append(f"call_{index}: %json {json.dumps(_object(name, key, schema))}")
