@@ -66,6 +66,8 @@ _INCLUDABLE = (
 )
 """The values that clients may request. Except for log-probabilities, none of them exists here."""
 
+_NO_FIELDS = {"description": None, "parameters": None, "strict": False}
+"""A function without its optional fields."""
 _ECHOED = ("user", "safety_identifier", "prompt_cache_key")
 MAX_ECHOED = 1024
 """Characters of a field without effect that the response repeats."""
@@ -285,7 +287,7 @@ class ResponsesRequest(InputTokensRequest):
             self, processor.sampling_defaults, _NAMES, logprobs=logprobs, structured_outputs=structured
         )
         chat = await self._process_chat(processor, read.chat, params)
-        echoed, key = self.echoed_fields(), uuid.uuid4().hex
+        echoed, key = self._echoed_fields(read.tools.given), uuid.uuid4().hex
         items = [
             item if item.get("id") else item | {"id": _item_id(item, key, at)} for at, item in enumerate(read.items)
         ]
@@ -322,8 +324,8 @@ class ResponsesRequest(InputTokensRequest):
                 first = middle + 1
         return found
 
-    def echoed_fields(self) -> dict[str, Any]:
-        """The fields of the response that repeat the request."""
+    def _echoed_fields(self, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The fields of the response that repeat the request, with these tools."""
         text, extra = self.text and self.text.format, self.model_extra or {}
         return {
             "background": False,
@@ -340,7 +342,7 @@ class ResponsesRequest(InputTokensRequest):
             "store": self.store is not False,
             "text": {"format": text.model_dump(by_alias=True, exclude_none=True) if text else {"type": "text"}},
             "tool_choice": "auto" if self.tool_choice is None else self.tool_choice,
-            "tools": [*map(_echoed, self.tools or ())],
+            "tools": [_NO_FIELDS | tool if tool["type"] == "function" else tool for tool in tools],
             "top_logprobs": self.top_logprobs or 0,
             "truncation": self.truncation or "disabled",
             **({} if extra.get("user") is None else {"user": extra["user"]}),
@@ -366,9 +368,3 @@ def response_not_found(response_id: str, state: ServedModel, param: str) -> Resp
 
 def _item_id(item: dict[str, Any], key: str, at: int) -> str:
     return f"{'msg' if item.get('type', 'message') == 'message' else 'item'}_{key}i{at:02}"
-
-
-def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool["type"] == "function":
-        return {"description": None, "parameters": None, "strict": False, **tool}
-    return tool

@@ -20,7 +20,7 @@ from quire.server.http.request_model import ExtraField, MessagePart, RequestMode
 from quire.server.openai.custom_input import custom_input
 from quire.server.parsers.input_grammar import INPUT, InputGrammar
 
-MAX_NAME = 64
+_MAX_NAME = 64
 """Characters of a function's name."""
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_.-]")
 
@@ -127,7 +127,7 @@ _SEARCH = {
 }
 
 
-class _Tool(MessagePart):
+class _ClientTool(MessagePart):
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         "allowed_callers": rejected(["direct"], ["direct", "programmatic"], ["programmatic", "direct"]),
         "defer_loading": hint(False),  # all tools are shown at once
@@ -137,7 +137,7 @@ class _Tool(MessagePart):
     description: str | None = None
 
 
-class _FunctionTool(_Tool):
+class _FunctionTool(_ClientTool):
     name: str
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -149,32 +149,32 @@ class _ToolFormat(RequestModel):
     definition: str | None = None
 
 
-class _CustomTool(_Tool):
+class _CustomTool(_ClientTool):
     name: str
     format: _ToolFormat | None = None
 
 
-class _NamespaceTool(_Tool):
+class _NamespaceTool(_ClientTool):
     name: str
     tools: list[dict[str, Any]]
 
 
-class _ShellTool(_Tool):
+class _ShellTool(_ClientTool):
     environment: dict[str, Any] | None = None
 
 
-class _SearchTool(_Tool):
+class _SearchTool(_ClientTool):
     execution: Literal["server", "client"] | None = None
     parameters: dict[str, Any] | None = None
 
 
-_IN_NAMESPACE: dict[str, type[_Tool]] = {"function": _FunctionTool, "custom": _CustomTool}
-_TOOLS: dict[str, type[_Tool]] = {
+_IN_NAMESPACE: dict[str, type[_ClientTool]] = {"function": _FunctionTool, "custom": _CustomTool}
+_TOOLS: dict[str, type[_ClientTool]] = {
     **_IN_NAMESPACE,
     "namespace": _NamespaceTool,
-    "local_shell": _Tool,
+    "local_shell": _ClientTool,
     "shell": _ShellTool,
-    "apply_patch": _Tool,
+    "apply_patch": _ClientTool,
     "tool_search": _SearchTool,
 }
 
@@ -192,6 +192,8 @@ class ResponseTools:
         """The grammars of custom tools, by name of the function."""
         self.called: dict[str, CalledTool] = {}
         """The tools, by name of the function."""
+        self.given: list[dict[str, Any]] = []
+        """The tools that have an effect, as the request has them."""
         self._names: dict[CalledTool, str] = {}
         self._ignored = ignored
         self._own_names = {str(tool.get("name")) for tool in given if tool.get("type") in _IN_NAMESPACE}
@@ -255,6 +257,7 @@ class ResponseTools:
         if is_hosted:  # an offer to the model, which can do without it
             self._ignored.add(f"{param}.type={kind}")
             return
+        self.given += [given] * (not is_loaded)
         match read := variant(_TOOLS, given, param, self._ignored):
             case _NamespaceTool(name=namespace, description=about):
                 for at, tool in enumerate(read.tools):
@@ -270,7 +273,7 @@ class ResponseTools:
             case _:
                 self._function(CalledTool(kind, kind), _CLIENT_TOOLS[kind], param, is_loaded)  # type: ignore[arg-type,index]
 
-    def _add_named(self, read: _Tool, namespace: str | None, param: str, is_loaded: bool) -> None:
+    def _add_named(self, read: _ClientTool, namespace: str | None, param: str, is_loaded: bool) -> None:
         match read:
             case _FunctionTool():
                 fields = read.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
@@ -307,13 +310,13 @@ def _flat_name(tool: CalledTool) -> str:
         return tool.name
     space = tool.namespace if tool.namespace.endswith("__") else f"{tool.namespace}__"
     name = _NOT_IN_NAMES.sub("_", space + tool.name)
-    return name if len(name) <= MAX_NAME else _shortened(name, tool)
+    return name if len(name) <= _MAX_NAME else _shortened(name, tool)
 
 
 def _shortened(name: str, tool: CalledTool) -> str:
     """A name of the greatest length or less that no other tool has."""
     digest = hashlib.sha256(json.dumps([tool.kind, tool.namespace, tool.name]).encode()).hexdigest()[:8]
-    return f"{name[: MAX_NAME - 9]}_{digest}"
+    return f"{name[: _MAX_NAME - 9]}_{digest}"
 
 
 def _custom_function(tool: _CustomTool, param: str) -> tuple[dict[str, Any], InputGrammar | None]:

@@ -311,7 +311,7 @@ class _Repeated(_Node):
             return super().rule()
         ways = [self.node.rule()]
         if self.count in "*+":
-            nodes = self.node.nodes if isinstance(self.node, _Choice) else (self.node,)
+            nodes = self.node.nodes if isinstance(self.node, _Alternatives) else (self.node,)
             sets = [f"/{way}/" for node in nodes if isinstance(node, _Set) for way in node.ways("+")]
             ways = sets + [node.rule() for node in nodes if not isinstance(node, _Set)]
         return f"({' | '.join(ways)}){self.count}"
@@ -345,7 +345,7 @@ class _Sequence(_Node):
 
 
 @dataclass(frozen=True)
-class _Choice(_Node):
+class _Alternatives(_Node):
     nodes: tuple[_Node, ...]
 
     def rule(self) -> str:
@@ -359,7 +359,7 @@ def _firsts(nodes: Sequence[_Node]) -> Iterator[_Node]:
     """The parts that may come first in a sequence."""
     for node in nodes:
         inner = node.node if isinstance(node, _Repeated) else node
-        if isinstance(inner, _Choice):
+        if isinstance(inner, _Alternatives):
             for each in inner.nodes:
                 yield from _firsts([each])
         elif isinstance(inner, _Sequence):
@@ -401,7 +401,7 @@ class _Regex:
             nodes.append(self._sequence())
         if len(nodes) == 1:
             return nodes[0]
-        return _Choice(f"({self._text[begin : self.pos]})", all(node.is_plain for node in nodes), tuple(nodes))
+        return _Alternatives(f"({self._text[begin : self.pos]})", all(node.is_plain for node in nodes), tuple(nodes))
 
     def _sequence(self) -> _Node:
         begin, nodes = self.pos, list[_Node]()

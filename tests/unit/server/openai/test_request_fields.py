@@ -206,8 +206,7 @@ async def test_what_would_change_the_answer_is_refused_by_name(server: Server) -
         ("responses", {"input": "hi", "prompt": {"id": "p"}}, "prompt"),
         ("responses", {"input": "hi", "tools": [WEB_SEARCH], "tool_choice": "required"}, "tool_choice"),
         ("responses", {"input": "hi", "tools": [WEB_SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ("responses", {"input": "hi", "tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[0].type"),
-        ("responses", {"input": "hi", "tools": [{"type": "local_shell"}]}, "tools[0].type"),
+        ("responses", {"input": "hi", "tools": [{"type": "custom"}]}, "tools[0].name"),
         ("responses", {"input": "hi", "max_tool_calls": 0}, "max_tool_calls"),
     ):
         assert (await refusal(server, route, body))[0] == param
@@ -228,7 +227,6 @@ async def test_strict_parameters_refuse_hints_too(roomy: EngineConfig) -> None:
             ("responses", {"input": "hi", "text": {"verbosity": "low"}}, "text.verbosity"),
             ("responses", {"input": "hi", "reasoning": {"effort": "low"}}, "reasoning.effort"),
             ("responses", {"input": [*USER, {**USER[0], "mood": "bad"}], "instructions": "x"}, "input[1].mood"),
-            ("responses", {"input": "hi", "truncation": "auto"}, "truncation"),
             ("responses", {"input": "hi", "tools": [WEB_SEARCH]}, "tools[0].type=web_search"),
             ("chat/completions", {**chat, "tools": [{**TOOL, "id": 1}]}, "tools[0].id"),
             (
