@@ -141,13 +141,18 @@ class InputTokensRequest(RequestBody):
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
+    """Those that the client runs: of the types `function`, `custom`, `namespace`, `local_shell`, `shell`, `apply_patch`
+    and `tool_search`. Others are ignored.
+    """
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: ResponseText | None = None
     reasoning: ResponseReasoning | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """`auto`: remove the oldest turns of an input that is too long. Counts are of the whole input."""
+    """`auto`: leave out the oldest turns of an input that is too long. `/v1/responses/input_tokens` counts all of
+    them.
+    """
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM extension, as in chat."""
 

@@ -157,11 +157,15 @@ def test_grammars_are_enforced_and_shown() -> None:
     assert use.tools[0].grammar.definition == GRAMMAR["definition"]
 
 
-async def test_a_grammar_reaches_the_engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+async def test_a_grammar_reaches_the_engine(server: Server, monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
     sent: Any = []
     submit = server.frontend.client._send
     monkeypatch.setattr(server.frontend.client, "_send", lambda *args: sent.append(args[0]) or submit(*args))
-    await items(server, written("apply_patch", input="a\nb"), tools=[{**PATCH, "format": GRAMMAR}])
+    filler = {"x": " " * LARGE_BODY * is_large}
+    tools = [{**PATCH, "format": GRAMMAR}]
+    (call,), _ = await items(server, written("apply_patch", input="a\nb"), tools=tools, client_metadata=filler)
+    assert call.input == "a\nb"
     outputs = sent[0].params.structured_outputs
     assert outputs is not None
     assert "%lark" in outputs.grammar
