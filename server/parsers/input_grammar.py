@@ -23,6 +23,8 @@ _SPECIAL = frozenset(map(chr, range(0x20))) | {'"', "\\"}
 """The characters that JSON escapes."""
 _NUMERIC = [char for char in _SPECIAL if json.dumps(char).startswith(r'"\u')]
 _PLAIN = r'[^"\\\x00-\x1f]'
+_SAMPLE = [chr(code) for code in (*range(0x20, 0x80), 0xA0, 0xE9, 0x4E2D, 0x1F600) if chr(code) not in _SPECIAL]
+"""Characters of all kinds that JSON does not escape."""
 _SPACE = frozenset("\t\n\v\f\r")
 _CLASSES = {"d": frozenset[str](), "w": frozenset[str](), "s": _SPACE}
 """By letter, the characters of a class that JSON escapes. The others have a capital letter."""
@@ -290,13 +292,12 @@ class _Set(_Node):
     def lexeme(self) -> str:
         return f"({'|'.join(self.ways())})"
 
-    def may_be(self, other: _Node) -> bool:
-        """Whether `other` may match a character of these that JSON does not escape, or is not known not to."""
-        if isinstance(other, _Set) and (not other.plain or not self.plain):
+    def overlaps(self, other: _Set) -> bool:
+        """Whether both may match a character that JSON does not escape; True also if that is not known."""
+        if not self.plain or not other.plain:
             return False
-        char = re.fullmatch(r"\\?([^\w.\\]|(?<!\\)\w)", other.source)
         try:
-            return char is None or re.fullmatch(self.source, char[1]) is not None
+            return any(re.fullmatch(self.source, char) and re.fullmatch(other.source, char) for char in _SAMPLE)
         except re.error:
             return True
 
@@ -327,11 +328,13 @@ class _Sequence(_Node):
     def rule(self) -> str:
         parts, plain = list[str](), ""
         for at, node in enumerate(self.nodes):
-            own = node.node if isinstance(node, _Repeated) and not node.is_plain else None
-            if isinstance(own, _Set) and any(map(own.may_be, _firsts(self.nodes[at + 1 :]))):
+            after = [*_firsts(_next_lexemes(node, self.nodes[at + 1 :]))]
+            if isinstance(node, _Repeated) and any(
+                one.overlaps(other) for one in _firsts([node.node]) for other in after
+            ):
                 raise ValueError(
-                    f"/{self.source}/ is not supported, as this model's tool calls are JSON: {node.source} may be "
-                    f"followed only by a character that {own.source} does not match"
+                    f"/{self.source}/ is not supported, as this model's tool calls are JSON: {node.source} may not be "
+                    "followed by a character with which it could go on"
                 )
             if node.is_plain:
                 plain += node.source
@@ -355,18 +358,34 @@ class _Alternatives(_Node):
         return f"({'|'.join(node.lexeme() for node in self.nodes)})"
 
 
-def _firsts(nodes: Sequence[_Node]) -> Iterator[_Node]:
-    """The parts that may come first in a sequence."""
+def _next_lexemes(node: _Node, rest: Sequence[_Node]) -> Sequence[_Node]:
+    """The parts that may follow a part as lexemes of their own: plain ones are one lexeme."""
+    for at, each in enumerate(rest if node.is_plain else ()):
+        if not each.is_plain:
+            return rest[at:]
+        if not _is_optional(each):
+            return ()
+    return () if node.is_plain else rest
+
+
+def _is_optional(node: _Node) -> bool:
+    return isinstance(node, _Repeated) and node.count.startswith(("*", "?", "{0", "{,"))
+
+
+def _firsts(nodes: Sequence[_Node]) -> Iterator[_Set]:
+    """The characters that may come first in a sequence."""
     for node in nodes:
-        inner = node.node if isinstance(node, _Repeated) else node
-        if isinstance(inner, _Alternatives):
-            for each in inner.nodes:
-                yield from _firsts([each])
-        elif isinstance(inner, _Sequence):
-            yield from _firsts(inner.nodes)
-        else:
-            yield inner
-        if not isinstance(node, _Repeated) or not node.count.startswith(("*", "?", "{0", "{,")):
+        match node.node if isinstance(node, _Repeated) else node:
+            case _Alternatives(nodes=inner):
+                for each in inner:
+                    yield from _firsts([each])
+            case _Sequence(nodes=inner):
+                yield from _firsts(inner)
+            case _Repeated() as inner:
+                yield from _firsts([inner])
+            case _Set() as inner:
+                yield inner
+        if not _is_optional(node):
             return
 
 

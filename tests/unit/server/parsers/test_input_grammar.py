@@ -134,7 +134,7 @@ def test_a_format_that_cannot_hold_it_is_refused(format: str, kind: str, options
         ('start: %json {"type": "string"}', "%json"),
         ("start: a\na[lazy]: /x/", "a"),
         ("start: A\nA: /.*/ & ~/a/", "A"),
-        ("start: /.*foo/", "may be followed"),
+        ("start: /.*foo/", "may not be followed"),
         (r"start: /\p{Lu}.*/", r"\p"),
         ("start: /[[:alpha:].]/", "class"),
         ("start: /.*?/", "*?"),
