@@ -217,8 +217,8 @@ class ResponseTools:
             case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
                 names = [name for one in tools for name in self._allowed(one)]
                 return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(_named, names)]}}
-            case {"type": str(kind)} if kind in _ITEM_TYPES and (names := self._chosen(choice)):
-                return _named(names[0])
+            case dict() if choice.get("type") in _ITEM_TYPES:
+                return _named(self._chosen(choice))
         raise InvalidParameter(
             'tool_choice must be "none", "auto", "required", {"type": "allowed_tools", "mode": …, "tools": …}, '
             '{"type": "function", "name": …}, {"type": "custom", "name": …} or the type of a tool that the client runs',
@@ -230,14 +230,14 @@ class ResponseTools:
             case {"type": "namespace", "name": str(name)}:
                 return [self._names[tool] for tool in self.called.values() if tool.namespace == name]
             case {"type": str(kind)} if kind in _ITEM_TYPES:
-                return self._chosen(one)
+                return [self._chosen(one)]
             case {"type": str(kind)}:
                 self._ignored.add(f"tool_choice.tools.type={kind}")
                 return ()
         raise InvalidParameter('tool_choice: each of tools must be an object with a "type"', "tool_choice")
 
-    def _chosen(self, choice: Mapping[str, Any]) -> Sequence[str]:
-        """The functions of a tool that the choice names, by default by type; of any namespace if it has none."""
+    def _chosen(self, choice: Mapping[str, Any]) -> str:
+        """The function of the tool that a choice names: by type alone, or by name in any namespace if that is clear."""
         kind, name, space = choice["type"], choice.get("name"), choice.get("namespace")
         found = [tool for tool in self.called.values() if tool.kind == kind and name in (tool.name, None)]
         exact = [tool for tool in found if tool.namespace == space]
@@ -245,7 +245,7 @@ class ResponseTools:
         if len(found) != 1:
             what = "is not one of the tools" if not found else "is the name of several tools; add its namespace"
             raise InvalidParameter(f"tool_choice names {name or kind!r}, which {what}", "tool_choice")
-        return [self._names[found[0]]]
+        return self._names[found[0]]
 
     def _add(self, given: dict[str, Any], param: str, is_loaded: bool = False) -> None:
         kind = given.get("type")

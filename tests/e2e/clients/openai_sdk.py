@@ -6,6 +6,7 @@ import asyncio
 import json
 import operator
 import os
+import re
 from typing import Any, Literal
 
 import openai
@@ -154,6 +155,38 @@ def responds_with_tools(client: openai.OpenAI) -> None:
     assert client.responses.create(input=items, **request).output_text == reported.output_text
 
 
+def responds_with_tools_of_agents(client: openai.OpenAI) -> None:
+    asked = ASK_WEATHER[0]["content"]
+    function = {"type": "function", **WEATHER["function"], "name": "get"}
+    tools: Any = [{"type": "namespace", "name": "weather", "description": "Weather.", "tools": [function]}]
+    grammar = {
+        "type": "grammar",
+        "syntax": "lark",
+        "definition": 'start: "say " /[a-c]{3}/ LF "\\"end\\""\n%import common.LF',
+    }
+    tools += [{"type": "custom", "name": "say", "format": grammar}, {"type": "local_shell"}, {"type": "web_search"}]
+    request: Any = {"input": asked, "tools": tools, "store": True, **MODEL}
+    response = client.responses.create(**request, tool_choice={"type": "function", "name": "get"})
+    (call,) = response.output
+    assert call.type == "function_call"
+    assert (call.namespace, call.name) == ("weather", "get")
+    said = client.responses.create(**request, tool_choice={"type": "custom", "name": "say"})
+    (words,) = said.output
+    assert words.type == "custom_tool_call"
+    assert re.fullmatch(r'say [abc]{3}\n"end"', words.input), words
+    with client.responses.stream(**request, tool_choice={"type": "custom", "name": "say"}) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(pieces) == words.input
+    result: Any = {"type": "custom_tool_call_output", "call_id": words.call_id, "output": "ok"}
+    again: Any = {**request, "input": [result], "previous_response_id": said.id, "max_output_tokens": 5}
+    assert client.responses.create(**again).previous_response_id == said.id
+    (item,) = client.responses.input_items.list(said.id)
+    assert (item.type, item.id is not None) == ("message", True)
+    counted = client.responses.input_tokens.count(model="quire-demo", input=asked, tools=tools)
+    assert said.usage is not None
+    assert counted.input_tokens == said.usage.input_tokens
+
+
 def completes(client: openai.OpenAI) -> None:
     answer = client.completions.create(prompt=["Quire is", "Pipeline"], max_tokens=5, logprobs=2, echo=True, **MODEL)
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -231,7 +264,7 @@ if __name__ == "__main__":
     with openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0) as client:
         for part in (
             *(chats, streams, calls_tools, parses, parses_beside_tools, completes, lists_models, raises),
-            *(responds, responds_with_tools),
+            *(responds, responds_with_tools, responds_with_tools_of_agents),
         ):
             part(client)
     embeds()
