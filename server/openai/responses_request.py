@@ -294,7 +294,7 @@ class ResponsesRequest(InputTokensRequest):
         chat = await self._process_chat(processor, read.chat, params)
         echoed, key = self._echoed_fields(read.tools.given), uuid.uuid4().hex
         items = [
-            item if item.get("id") else item | {"id": _item_id(item, key, at)} for at, item in enumerate(read.items)
+            item if _has_id(item) else item | {"id": _item_id(item, key, at)} for at, item in enumerate(read.items)
         ]
         try:
             _encode(echoed)
@@ -369,6 +369,10 @@ def response_not_found(response_id: str, state: ServedModel, param: str) -> Resp
         f"response {response_id} not found: only the newest responses with store: true are kept, in memory{others}",
         param,
     )
+
+
+def _has_id(item: dict[str, Any]) -> bool:
+    return isinstance(item.get("id"), str) and bool(item["id"])
 
 
 def _item_id(item: dict[str, Any], key: str, at: int) -> str:

@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 from quire.server.parsers.text_grammar import pattern, quoted
@@ -251,6 +252,18 @@ def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+@lru_cache(256)
+def _escapes_of(special: frozenset[str]) -> str:
+    """A regular expression for the escapes of these characters."""
+    escapes = sorted(map(_escape, special))
+    numeric = [f"\\{way}" for way in escapes if way.startswith(r"\u")]
+    if len(numeric) == len(_NUMERIC):
+        numeric = [r"\\u00(0[0-7be-f]|1[0-9a-f])"]
+    short = "".join(re.escape(way[1:]) for way in escapes if not way.startswith(r"\u"))
+    ways = [rf"\\[{short}]"] * bool(short) + numeric
+    return f"({'|'.join(ways)})"
+
+
 @dataclass(frozen=True)
 class _Node:
     """A part of a regular expression. Its `source` can stand in a sequence of others."""
@@ -278,13 +291,7 @@ class _Set(_Node):
 
     def ways(self, count: str = "") -> list[str]:
         """Regular expressions for some of these characters, between two escapes, and for one escape."""
-        escapes = sorted(map(_escape, self.special))
-        numeric = [way for way in escapes if way.startswith(r"\u")]
-        is_all = len(numeric) == len(_NUMERIC)
-        numeric = [r"\\u00(0[0-7be-f]|1[0-9a-f])"] if is_all else [f"\\{way}" for way in numeric]
-        short = "".join(re.escape(way[1:]) for way in escapes if not way.startswith(r"\u"))
-        ways = "|".join([rf"\\[{short}]"] * bool(short) + numeric)
-        return [f"{self.plain}{count}"] * bool(self.plain) + [f"({ways})"] * bool(ways)
+        return [f"{self.plain}{count}"] * bool(self.plain) + [_escapes_of(self.special)] * bool(self.special)
 
     def rule(self) -> str:
         return f"({' | '.join(f'/{way}/' for way in self.ways())})"
@@ -393,6 +400,7 @@ class _Regex:
     """Parses a regular expression. Raises ValueError for what cannot be rewritten."""
 
     @staticmethod
+    @lru_cache(256)
     def of(token: str) -> _Node:
         """The expression of a token, between slashes."""
         text, _, flags = token[1:].rpartition("/")

@@ -235,9 +235,11 @@ class InputProcessor:
         needs_grammar = chat.tool_use is not None and (chat.tool_use.needs_grammar or budget is not None)
         if chat.tool_use is not None and (needs_grammar or answer is not None):
             schema = None if answer is None or chat.tool_use.required else _schema_of(answer, names.structured_outputs)
-            for own in (tool.grammar for tool in chat.tool_use.tools if tool.grammar is not None):
-                await self._structured.resolve_in_thread(StructuredOutputs(grammar=own.definition), own.param)
-            grammar = self._tool_grammar(chat.tool_use, output_format, schema, budget)
+            own = [tool.grammar for tool in chat.tool_use.tools if tool.grammar is not None]
+            for each in own:
+                await self._structured.resolve_in_thread(StructuredOutputs(grammar=each.definition), each.param)
+            make = partial(self._tool_grammar, chat.tool_use, output_format, schema, budget)
+            grammar = await run_in_thread(sum(len(each.definition) for each in own), make)
             params.structured_outputs = await self._resolve_tools(grammar, chat.tool_use)
         elif budget is not None:
             assert output_format is not None
