@@ -101,10 +101,11 @@ SPELLED += [("gemma4", "special"), ("llama3_json", "text")]
 
 @pytest.mark.parametrize(("format", "kind"), SPELLED)
 def test_calls_of_every_kind_follow_it(format: str, kind: str) -> None:
-    held = grammar(format, kind, [TOOL], several=False)
-    assert verdict(kind, held, call(format, LINES)) == "yes"
-    assert verdict(kind, held, call(format, LINES.replace("+y", "y"))) == "no"
-    assert verdict(kind, held, call(format, LINES.replace("*** End Patch", ""))) == "no"
+    for is_required in (True, False):
+        held = grammar(format, kind, [TOOL], several=False, required=is_required)
+        assert verdict(kind, held, call(format, LINES)) == "yes"
+        assert verdict(kind, held, call(format, LINES.replace("+y", "y"))) == "no"
+        assert verdict(kind, held, call(format, LINES.replace("*** End Patch", ""))) == "no"
     if format != "openai":  # whose parser is `HarmonyParser`
         parser = tool_parser(TOOL_FORMATS[format], {"f": TOOL.parameters})
         events = [*parser.feed(call(format, LINES)), *parser.finish()]
