@@ -41,6 +41,7 @@ _COMMON = {
 """The importable terminals that may contain characters that JSON escapes."""
 _TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
+    |(?P<range>"(?:\\.|[^"\\\n])+"\s*\.\.\s*"(?:\\.|[^"\\\n])+")
     |(?P<string>"(?:\\.|[^"\\\n])*"i?)
     |(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)
     |(?P<directive>%[a-z]+)
@@ -51,8 +52,9 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _DEFINITION = re.compile(r"^[ \t]*[?!]*(_?[A-Za-z][\w-]*)(\.-?\d+)?[ \t]*(?=[:\[{])", re.MULTILINE)
-_IMPORT = re.compile(r"%import[ \t]+common(?:\.(\w+)(?:[ \t]*->[ \t]*(\w+))?|[ \t]*\(([\w\s,]*)\))[ \t]*(?=\n|$|//)")
-
+_IMPORT = re.compile(
+    r"^[ \t]*%import[ \t]+common(?:\.(\w+)(?:[ \t]*->[ \t]*(\w+))?|[ \t]*\(([\w\s,]*)\))[ \t]*$", re.MULTILINE
+)
 
 INPUT = "input"
 """The name of a custom tool's only argument."""
@@ -96,6 +98,8 @@ def _without(grammar: str, end: str) -> str:
     but, own = f"~/(.|\\n)*{pattern(end)}(.|\\n)*/", list[str]()
 
     def replace(token: re.Match[str]) -> str:
+        if token.lastgroup == "string" and end in _string(token[0])[0]:
+            raise ValueError(f"{token[0]} is not supported, as {end} ends the arguments of this model's tool calls")
         if token.lastgroup != "regex":
             return token[0]
         own.append(f"OWN_{len(own)}: {token[0]} & {but}")
@@ -160,8 +164,7 @@ class _AsJson:
 
     def _body(self, body: str) -> str:
         rule, ignored, rest = _split_directives(body)
-        text = _RANGE.sub(_range, rule)
-        text = _TOKEN.sub(self._leaf, text)
+        text = _TOKEN.sub(self._leaf, rule)
         if ignored:
             text += f"%ignore {self._ignored(ignored.strip())}\n"
         return text + (self._body(rest) if rest else "")
@@ -172,8 +175,8 @@ class _AsJson:
                 return f"{self._prefix}{token[0].lower()}"
             case "string":
                 return _escaped_string(token[0])
-            case "regex":
-                node = _Regex.of(token[0])
+            case "regex" | "range":
+                node = _Regex.of(_as_regex(token))
                 return token[0] if node.is_plain else node.rule()
         return token[0]
 
@@ -190,18 +193,21 @@ class _AsJson:
         raise ValueError(f"%ignore {expression}: only one string or regular expression is supported")
 
 
-_RANGE = re.compile(r'("(?:\\.|[^"\\\n])+")\s*\.\.\s*("(?:\\.|[^"\\\n])+")')
-
-
-def _range(found: re.Match[str]) -> str:
-    first, last = (ord(_string(end)[0]) for end in (found[1], found[2]))
-    return rf"/[\x{{{first:x}}}-\x{{{last:x}}}]/"
+def _as_regex(token: re.Match[str]) -> str:
+    """A regular expression, or a range of characters as one."""
+    if token.lastgroup == "regex":
+        return token[0]
+    ends = [_string(end)[0] for end in re.findall(r'"(?:\\.|[^"\\])+"', token[0])]
+    if any(len(end) != 1 for end in ends):
+        raise ValueError(f"{token[0]} is not a range of characters")
+    first, last = (rf"\x{{{ord(end):x}}}" for end in ends)
+    return f"/[{first}-{last}]/"
 
 
 def _escapes(token: re.Match[str]) -> bool:
     if token.lastgroup == "string":
         return not _SPECIAL.isdisjoint(_string(token[0])[0])
-    return token.lastgroup == "regex" and not _Regex.of(token[0]).is_plain
+    return token.lastgroup in ("regex", "range") and not _Regex.of(_as_regex(token)).is_plain
 
 
 def _is_terminal(name: str) -> bool:
@@ -222,11 +228,11 @@ def _imported(found: re.Match[str]) -> str:
 
 def _split_directives(body: str) -> tuple[str, str, str]:
     """The text before the first `%ignore`, what that ignores, and the text after its line."""
-    rule, found, rest = body.partition("%ignore")
-    if not found:
-        return body, "", ""
-    ignored, _, after = rest.partition("\n")
-    return rule, ignored, after
+    for token in _TOKEN.finditer(body):
+        if token[0] == "%ignore":
+            ignored, _, after = body[token.end() :].partition("\n")
+            return body[: token.start()], ignored, after
+    return body, "", ""
 
 
 def _only_operators(token: re.Match[str]) -> str:

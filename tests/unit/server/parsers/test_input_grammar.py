@@ -40,6 +40,7 @@ GRAMMARS: dict[str, tuple[str, str]] = {
     "imported": ("start: ESCAPED_STRING (WS INT)*\n%import common (ESCAPED_STRING, WS, INT)", '"\\1 \n'),
     "renamed": ("start: /a/ (NL /a/)*  // lines\n%import common.LF -> NL", "a\nb"),
     "ignored": ('start: "a" ("," "a")*\n%ignore WS\n%import common.WS', 'a,\n "'),
+    "dotted": ('start: A ".." B+ "%ignore" "%import common.LF"\nA: "x"\nB: " ".."b"', 'x." b'),
     "ranges": ('start: ("a".."c" | "\\t".."\\n")+ /\\s*=[^\\S\\n]{0,2}/', "ac=\n \t"),
     "classes": (r"start: /[^\x00-\x1f\\]+(?:\\.|\r?\n)*/", 'a\\\r\n"'),
     "terminals": ('start: A+\nA: B | "x" C\nB: "\\n" | /[ab]+/\nC: /\\d{1,2}/', "ab\nx1"),
@@ -69,6 +70,7 @@ def test_json_allows_the_same_texts(name: str) -> None:
         "ab\nx12",
         'a"\\\n',
         '"\\"" w',
+        "x..ab%ignore%import common.LF",
     ]
     allowed = [verdict("text", lark, text) == "yes" for text in texts]
     assert {*allowed} == {True, False}
@@ -116,6 +118,8 @@ def test_the_end_of_an_argument_is_not_part_of_it() -> None:
     held = grammar("qwen3_coder", "text", [TOOL], several=False)
     assert verdict("text", held, call("qwen3_coder", LINES.replace("+y", "+<b></b>"))) == "yes"
     assert verdict("text", held, call("qwen3_coder", LINES.replace("+y", "+</parameter>y"))) == "no"
+    with pytest.raises(ValueError, match="ends the arguments"):
+        embedded('start: "a</parameter>"', "</parameter>", as_json=False)
 
 
 @pytest.mark.parametrize(
