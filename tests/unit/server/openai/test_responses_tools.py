@@ -258,19 +258,15 @@ def test_tools_that_the_input_loads() -> None:
     assert names == ["tool_search", "mcp__weather__get", "apply_patch"]
 
 
-async def test_loaded_tools_and_namespaces_outlive_a_turn(server: Server) -> None:
-    found = {"type": "tool_search_output", "call_id": "c", "execution": "client", "tools": [WEATHER]}
-    said = {"role": "user", "content": written("mcp__weather__get", a=1)}
-    client = server.openai
-    first = await client.responses.create(model="echo", input=[found, said], tools=[SEARCH])
-    (call,) = (item for item in first.output if item.type == "function_call")  # the template shows all messages
-    assert call.namespace == "mcp__weather"
-    answer: Any = {"type": "function_call_output", "call_id": call.call_id, "output": said["content"]}
-    second = await client.responses.create(
-        model="echo", input=[answer], tools=[SEARCH], previous_response_id=first.id, parallel_tool_calls=False
-    )
-    (again,) = (item for item in second.output if item.type == "function_call")
-    assert (again.namespace, again.name) == ("mcp__weather", "get")
+def test_loaded_tools_outlive_a_turn() -> None:
+    found = {"type": "tool_search_output", "call_id": "c", "tools": [WEATHER]}
+    call = {"type": "function_call", "call_id": "d", "namespace": "mcp__weather", "name": "get", "arguments": "{}"}
+    request = ResponsesRequest(input="a", previous_response_id="resp_x", tools=[SEARCH])
+    request._stored = {"resp_x": [found, call]}
+    chat = request.read().chat
+    assert [tool["function"]["name"] for tool in chat.tools] == ["tool_search", "mcp__weather__get"]
+    assert chat.messages[1]["tool_calls"][0]["function"]["name"] == "mcp__weather__get"
+    assert chat.messages[2] == {"role": "user", "content": "a"}
 
 
 async def test_input_items(server: Server) -> None:
@@ -345,12 +341,14 @@ async def test_input_tokens_are_counted(server: Server) -> None:
 @pytest.mark.parametrize("is_large", [False, True])
 async def test_the_oldest_turns_are_truncated(telling: Server, is_large: bool) -> None:  # noqa: F811
     client = telling.openai
-    turns: Any = [{"role": "user", "content": f"{n:03} " + "hello world " * 4} for n in range(1000 if is_large else 40)]
+    turns: Any = [{"role": "user", "content": f"{n:03} " + "hello world " * 4} for n in range(40)]
+    filler: Any = {"extra_body": {"client_metadata": {"x": " " * LARGE_BODY * is_large}}}
     kept: Any = {"role": "developer", "content": "be"}
     with pytest.raises(openai.BadRequestError) as error:
-        await client.responses.create(model="echo", input=[kept, *turns])
+        await client.responses.create(model="echo", input=[kept, *turns], **filler)
     assert error.value.code == "context_length_exceeded"
-    made = await client.responses.create(model="echo", input=[kept, *turns], truncation="auto", max_output_tokens=50)
+    request: Any = {"input": [kept, *turns], "truncation": "auto", "max_output_tokens": 50, **filler}
+    made = await client.responses.create(model="echo", **request)
     assert made.truncation == "auto"
     assert made.usage is not None
     fewer = await client.responses.input_tokens.count(model="echo", input=[kept, *turns[-1:]])
