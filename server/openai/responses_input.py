@@ -12,6 +12,7 @@ from quire.server.http.errors import ResponseNotFound
 from quire.server.http.request_model import LABEL, ExtraField, MessagePart, variant
 from quire.server.openai.responses_tools import CalledTool, ResponseTools
 from quire.server.parsers.input_grammar import INPUT
+from quire.server.text.conversation import Message
 
 Shortening = tuple[int, int | None]
 """The message from which on all remain, and one before it that remains."""
@@ -330,7 +331,7 @@ def resolved(
         yield by_id[item_id]
 
 
-def shortenings(messages: Sequence[dict[str, Any]]) -> list[Shortening]:
+def shortenings(messages: Sequence[Message]) -> list[Shortening]:
     """Return the ways to leave out the oldest messages, the one that leaves out least first.
 
     A call is never separated from its result. The user's last message remains, and the last step of the model after it.
@@ -342,7 +343,7 @@ def shortenings(messages: Sequence[dict[str, Any]]) -> list[Shortening]:
     return [(at, None) for at in users[1:]] + [(at, users[-1]) for at in steps if at > users[-1] + 1]
 
 
-def shortened(messages: Sequence[dict[str, Any]], way: Shortening) -> list[dict[str, Any]]:
+def shortened(messages: Sequence[Message], way: Shortening) -> list[Message]:
     """Return the messages that remain, among them all of the system."""
     begin, kept = way
     return [

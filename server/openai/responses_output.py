@@ -184,8 +184,8 @@ class ResponseFormatter:
         at: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         match event:
             case BlockOpened():
-                item = {"output_index": block.index, "item": self._item(block, "in_progress")}
-                added = self._sse("response.output_item.added", item)
+                begun = {"output_index": block.index, "item": self._item(block, "in_progress")}
+                added = self._sse("response.output_item.added", begun)
                 if block.kind == "call":
                     return added
                 part = {**at, "content_index": 0, "part": self._part(block)}
@@ -197,15 +197,16 @@ class ResponseFormatter:
                 return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "content_index": 0, "delta": text, **extra})
             case BlockClosed():
                 status = "completed" if self._status in ("in_progress", "completed") else "incomplete"
-                item = {"output_index": block.index, "item": self._item(block, status)}
+                item = self._item(block, status)
+                last = {"output_index": block.index, "item": item}
                 if block.kind == "call":
-                    return self._call_done(block, item["item"], at) + self._sse("response.output_item.done", item)
+                    return self._call_done(block, item, at) + self._sse("response.output_item.done", last)
                 whole: dict[str, Any] = {**at, "content_index": 0, "text": block.text}
                 if block.kind == "text":
                     whole["logprobs"] = self._scores(block.logprobs)
                 done = self._sse(f"{_GROWS[block.kind]}.done", whole)
                 done += self._sse("response.content_part.done", {**at, "content_index": 0, "part": self._part(block)})
-                return done + self._sse("response.output_item.done", item)
+                return done + self._sse("response.output_item.done", last)
 
     def _call_delta(self, block: ContentBlock, arguments: str, at: dict[str, Any]) -> bytes:
         match self._tool(block).kind:

@@ -38,7 +38,7 @@ from quire.server.openai.responses_input import (
 )
 from quire.server.openai.responses_output import ProcessedResponse
 from quire.server.openai.responses_tools import ResponseTools
-from quire.server.text.conversation import ChatTemplateOptions, ParamNames
+from quire.server.text.conversation import ChatTemplateOptions, Message, ParamNames
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import ChatInput, ContextLengthExceeded, GenerationInput, RequestOptions, Task
 from quire.server.text.tools import MAX_TOOLS, read_tool_use
@@ -308,7 +308,7 @@ class ResponsesRequest(InputTokensRequest):
     ) -> GenerationInput:
         """Process the conversation, or with `truncation` the longest part of it that fits."""
 
-        async def process(messages: Sequence[Any]) -> GenerationInput:
+        async def process(messages: Sequence[Message]) -> GenerationInput:
             return await processor.process_chat(
                 replace(chat, messages=messages), params, RequestOptions(param_names=_NAMES)
             )

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.server.http.response_store import ResponseStore, StoredResponse
-from quire.server.openai.responses import ResponsesRequest
+from quire.server.openai.responses_request import ResponsesRequest
 from tests.fakes.api_server import Server, run_server
 from tests.unit.server.openai.test_chat import CALL, CITY, TEMPLATE, talking  # noqa: F401
 from tests.unit.server.openai.test_completions import refused
@@ -179,7 +179,7 @@ async def test_items_become_messages(telling: Server) -> None:
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [*ResponsesRequest(input=items).read().chat.messages]
+    return [dict(message) for message in ResponsesRequest(input=items).read().chat.messages]
 
 
 def test_what_the_model_did_in_a_row_is_one_message() -> None:

@@ -16,8 +16,8 @@ from openai.types.responses.response_item_list import ResponseItemList
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.large_bodies import LARGE_BODY
-from quire.server.openai.responses import ResponsesRequest
 from quire.server.openai.responses_input import shortened, shortenings
+from quire.server.openai.responses_request import ResponsesRequest
 from tests.fakes import fake_core
 from tests.fakes.api_server import Server, run_server
 from tests.unit.server.openai.test_chat import CITY, talking  # noqa: F401
@@ -201,7 +201,9 @@ def _allowed(*tools: Any) -> dict[str, Any]:
 
 
 def test_what_another_server_would_do_is_ignored() -> None:
-    hosted = [{"type": kind} for kind in ("web_search_2025_08_26", "code_interpreter", "mcp", "tool_search", "new_one")]
+    hosted: list[Any] = [
+        {"type": kind} for kind in ("web_search_2025_08_26", "code_interpreter", "mcp", "tool_search", "new_one")
+    ]
     hosted.append({"type": "shell", "environment": {"type": "container_auto"}})
     history = [{"type": kind, "id": "x"} for kind in ("web_search_call", "compaction", "mcp_list_tools")]
     read = ResponsesRequest(input=[*history, {"role": "user", "content": "a"}], tools=hosted).read()
@@ -217,6 +219,7 @@ def test_items_of_tools_become_messages() -> None:
             "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
         }
 
+    item: dict[str, Any]
     for item, name, arguments in (
         (
             {"type": "function_call", "namespace": "mcp__weather", "name": "get", "arguments": "{}"},
@@ -260,7 +263,13 @@ def test_tools_that_the_input_loads() -> None:
 
 def test_loaded_tools_outlive_a_turn() -> None:
     found = {"type": "tool_search_output", "call_id": "c", "tools": [WEATHER]}
-    call = {"type": "function_call", "call_id": "d", "namespace": "mcp__weather", "name": "get", "arguments": "{}"}
+    call: dict[str, Any] = {
+        "type": "function_call",
+        "call_id": "d",
+        "namespace": "mcp__weather",
+        "name": "get",
+        "arguments": "{}",
+    }
     request = ResponsesRequest(input="a", previous_response_id="resp_x", tools=[SEARCH])
     request._stored = {"resp_x": [found, call]}
     chat = request.read().chat
@@ -275,17 +284,17 @@ async def test_input_items(server: Server) -> None:
     said: Any = [{"role": "user", "content": f"say {at}"} for at in range(3)]
     second = await client.responses.create(model="echo", input=said, previous_response_id=first.id)
     found = [item async for item in client.responses.input_items.list(second.id, limit=2)]
-    texts = [item.content[0].text for item in found]  # type: ignore[union-attr]
+    texts = [item.to_dict()["content"][0]["text"] for item in found]  # type: ignore[index]
     assert texts == ["say 2", "say 1", "say 0", "one", "one"]
     assert [item.role for item in found if item.type == "message"] == ["user", "user", "user", "assistant", "user"]
     assert len({item.id for item in found}) == 5
     page = (await server.http.get(f"/v1/responses/{second.id}/input_items", params={"order": "asc", "limit": 1})).json()
     ResponseItemList.model_validate(page)
     assert (page["first_id"], page["has_more"], page["data"][0]["content"][0]["text"]) == (found[-1].id, True, "one")
-    for response_id, params in ((second.id, {"after": "x"}), ("resp_x", {})):
-        with pytest.raises(openai.APIStatusError) as error:
-            await client.responses.input_items.list(response_id, **params)
-        assert error.value.status_code == (400 if params else 404)
+    with pytest.raises(openai.BadRequestError, match="no input item x"):
+        await client.responses.input_items.list(second.id, after="x")
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_items.list("resp_x")
     assert (await server.http.get(f"/v1/responses/{second.id}/input_items", params={"limit": 0})).status_code == 400
 
 
@@ -293,15 +302,15 @@ async def test_input_items(server: Server) -> None:
 async def test_references_to_items(telling: Server, is_large: bool) -> None:  # noqa: F811
     client = telling.openai
     first = await client.responses.create(model="echo", input="one")
-    filler = {"metadata": None, "extra_body": {"client_metadata": {"x": " " * LARGE_BODY * is_large}}}
+    filler: Any = {"extra_body": {"client_metadata": {"x": " " * LARGE_BODY * is_large}}}
     listed = await client.responses.input_items.list(first.id)
     said: Any = [
         {"type": "item_reference", "id": listed.data[0].id},
         {"id": first.output[0].id},
         {"role": "user", "content": "b"},
     ]
-    assert (await client.responses.create(model="echo", input=said, **filler)).output_text == "u:one;a:u:one;;u:b;"  # type: ignore[call-overload]
-    chained = await client.responses.create(model="echo", input="c", previous_response_id=first.id, **filler)  # type: ignore[call-overload]
+    assert (await client.responses.create(model="echo", input=said, **filler)).output_text == "u:one;a:u:one;;u:b;"
+    chained = await client.responses.create(model="echo", input="c", previous_response_id=first.id, **filler)
     assert chained.output_text == "u:one;a:u:one;;u:c;"
     for missing, param in (
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
@@ -362,14 +371,15 @@ async def test_the_oldest_turns_are_truncated(telling: Server, is_large: bool) -
 def test_what_truncation_leaves() -> None:
     system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
     call, result = {"role": "assistant", "tool_calls": [{}]}, {"role": "tool", "content": "t"}
-    messages = [system, user, call, result, user, call, result, call, result, result]
+    messages: list[dict[str, Any]] = [system, user, call, result, user, call, result, call, result, result]
     ways = [shortened(messages, way) for way in shortenings(messages)]
     assert ways == [
         [system, user, call, result, call, result, result],
         [system, user, call, result, result],
     ]
     assert shortenings([system, user]) == []
-    assert [shortened([call, result, call], way) for way in shortenings([call, result, call])] == [[call]]
+    steps: list[dict[str, Any]] = [call, result, call]
+    assert [shortened(steps, way) for way in shortenings(steps)] == [[call]]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
