@@ -239,10 +239,10 @@ class ResponsesRequest(InputTokensRequest):
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention", *_ECHOED), LABEL),
         "client_metadata": hint(),
-        "context_management": hint([]),
         "service_tier": hint("auto", "default"),
         "stream_options": hint({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
         "background": rejected(False),
+        "context_management": rejected([]),
         "conversation": rejected(),
         "prompt": rejected(),
     }

@@ -193,6 +193,8 @@ def test_what_the_model_did_in_a_row_is_one_message() -> None:
         {"role": "assistant", "reasoning_content": "hm", "content": "x"},
     ]
     assert messages_of([{"type": "reasoning", "summary": [], "encrypted_content": None}]) == []
+    cut = {"type": "function", "id": "c", "function": {"name": "f", "arguments": '{"a": '}}
+    assert messages_of([{**call, "arguments": '{"a": '}]) == [{"role": "assistant", "tool_calls": [cut]}]
 
 
 def test_tools_and_formats_become_those_of_chat() -> None:
@@ -336,6 +338,7 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"reasoning": {"effort": "some"}}, "reasoning.effort"),
     ({"background": True}, "background"),
     ({"conversation": "x"}, "conversation"),
+    ({"context_management": [{"type": "compaction"}]}, "context_management"),
     ({"include": ["message.output_text.image"]}, "include"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
