@@ -253,6 +253,14 @@ class ResponsesRequest(InputTokensRequest):
     top_p: float | None = None
     top_k: Int64 | None = None
     """vLLM extension, as in chat."""
+    min_p: float | None = None
+    """vLLM extension, as in chat."""
+    presence_penalty: float | None = None
+    """vLLM extension, as in chat."""
+    frequency_penalty: float | None = None
+    """vLLM extension, as in chat."""
+    repetition_penalty: float | None = None
+    """vLLM extension, as in chat."""
     seed: Int64 | None = None
     """vLLM extension, as in chat."""
     stop: str | list[str] | None = None

@@ -373,9 +373,10 @@ async def test_vllms_sampling_parameters(server: Server, monkeypatch: pytest.Mon
     sent: Any = []
     submit = server.frontend.client._send
     monkeypatch.setattr(server.frontend.client, "_send", lambda *args: sent.append(args[0]) or submit(*args))
-    response = await send(server, "hello STOP world", top_k=5, seed=7, stop=["STOP"])
+    given = {"top_k": 5, "seed": 7, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 1.0}
+    response = await send(server, "hello STOP world", **given, stop=["STOP"])
     assert response["output"][0]["content"][0]["text"] == "hello "
-    assert (sent[0].params.top_k, sent[0].params.seed) == (5, 7)
+    assert {name: getattr(sent[0].params, name) for name in given} == given
 
 
 async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
