@@ -29,6 +29,7 @@ from quire.server.http.request_model import (
     MAX_MESSAGES,
     ExtraField,
     Int64,
+    Positive,
     ReasoningEffort,
     RequestModel,
     check_length,
@@ -63,7 +64,7 @@ class MessageThinking(RequestModel):
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {"block_binding": LABEL, "display": hint("summarized")}
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[Int64, Field(ge=1)] | None = None
+    budget_tokens: Positive | None = None
 
 
 class MessageFormat(RequestModel):
@@ -86,7 +87,7 @@ class ThinkingTurns(RequestModel):
     """The last turns, whose thinking is kept."""
 
     type: Literal["thinking_turns", "all"]
-    value: Annotated[Int64, Field(ge=1)] | None = None
+    value: Positive | None = None
 
 
 class ClearThinking(RequestModel):
@@ -218,7 +219,7 @@ class MessagesRequest(CountTokensRequest):
 
     needs: ClassVar[Task | None] = "generate"
 
-    max_tokens: Annotated[Int64, Field(ge=1)]
+    max_tokens: Positive
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -26,8 +26,12 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Int64 = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), lt=2**63)]
-"""The same, of which JSON may also have the form 16.0. Lists of many are `TokenId`s, which are faster to check."""
+INTEGRAL = BeforeValidator(_integral)
+"""Lets JSON have the form 16.0. Bounds stand before it: after it, they would not be in the OpenAPI document."""
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63), INTEGRAL]
+"""An integer that fits into a message to the engine. Lists of many are `TokenId`s, which are faster to check."""
+Natural = Annotated[int, Field(ge=0, lt=2**63), INTEGRAL]
+Positive = Annotated[int, Field(ge=1, lt=2**63), INTEGRAL]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 

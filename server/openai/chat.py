@@ -14,10 +14,12 @@ from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.request_body import Admit
 from quire.server.http.request_model import (
+    INTEGRAL,
     MAX_MESSAGES,
     ExtraField,
-    Int64,
     MessagePart,
+    Natural,
+    Positive,
     ReasoningEffort,
     RequestModel,
     check_length,
@@ -143,10 +145,10 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
     prediction: Prediction | None = None
     """Text that the answer probably repeats, such as a file to edit. It makes the answer faster, not different."""
-    max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
+    max_completion_tokens: Positive | None = None
     """Default: up to the model's maximum length. Takes precedence over `max_tokens`, which means the same."""
     logprobs: bool | None = False
-    top_logprobs: Annotated[Int64, Field(ge=-1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, lt=2**63), INTEGRAL] | None = None
     """At most `--max-logprobs`; -1: all (vLLM)."""
     echo: bool | None = None
     """vLLM extension: start the answer with the last message, if that is the assistant's."""
@@ -155,11 +157,11 @@ class ChatRequest(GenerationRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
-    max_tool_calls: Annotated[Int64, Field(ge=1)] | None = None
+    max_tool_calls: Positive | None = None
     """As in Responses: further calls are dropped."""
     include_reasoning: bool | None = None
     """vLLM extension: false omits the model's reasoning from the response."""
-    thinking_token_budget: Annotated[Int64, Field(ge=0)] | None = None
+    thinking_token_budget: Natural | None = None
     """vLLM extension: maximum number of tokens of reasoning, which ends there."""
     reasoning_effort: ReasoningEffort | None = None
     """A variable of the model's chat template. A hint if the template does not use it."""

@@ -18,7 +18,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.request_body import Admit, RequestBody
-from quire.server.http.request_model import ExtraField, Int64, hint, rejected
+from quire.server.http.request_model import ExtraField, Int64, Positive, hint, rejected
 from quire.server.http.response import while_connected
 from quire.server.http.state import AppState, MayChooseReplica, ServedModel
 from quire.server.openai.protocol import MAX_PROMPTS, ManyTokenIds, Texts, TokenIds
@@ -112,7 +112,7 @@ class VectorsBody(InputsBody):
 
     encoding_format: Literal["float", "base64"] | None = None
     """base64: of float32 values, little-endian. Default: float."""
-    dimensions: Annotated[Int64, Field(ge=1)] | None = None
+    dimensions: Positive | None = None
     """Return only the first numbers of each vector; for models with a Matryoshka representation."""
     normalize: bool | None = None
     """vLLM's older name of `use_activation`."""

@@ -16,10 +16,12 @@ from quire.server.http.errors import ResponseNotFound
 from quire.server.http.large_bodies import Continued
 from quire.server.http.request_body import Admit, RequestBody, sampling_params
 from quire.server.http.request_model import (
+    INTEGRAL,
     LABEL,
     MAX_MESSAGES,
     ExtraField,
     Int64,
+    Positive,
     ReasoningEffort,
     RequestModel,
     check_length,
@@ -248,7 +250,7 @@ class ResponsesRequest(InputTokensRequest):
     }
 
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-    max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
+    max_output_tokens: Positive | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
@@ -265,9 +267,9 @@ class ResponsesRequest(InputTokensRequest):
     """vLLM extension, as in chat."""
     stop: str | list[str] | None = None
     """vLLM extension, as in chat."""
-    max_tool_calls: Annotated[Int64, Field(ge=1)] | None = None
+    max_tool_calls: Positive | None = None
     """Of functions, as there are no built-in tools: further calls are dropped."""
-    top_logprobs: Annotated[Int64, Field(ge=-1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, lt=2**63), INTEGRAL] | None = None
     """At most `--max-logprobs`; -1: all (vLLM). Log-probabilities are returned if this is not 0, or `include` has
     `message.output_text.logprobs`.
     """

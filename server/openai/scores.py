@@ -16,7 +16,7 @@ from pydantic import AliasChoices, Field, PrivateAttr, model_validator
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.request_body import Admit
-from quire.server.http.request_model import ExtraField, Int64, RequestModel, hint, rejected
+from quire.server.http.request_model import ExtraField, Natural, Positive, RequestModel, hint, rejected
 from quire.server.http.state import AppState, MayChooseReplica, ServedModel
 from quire.server.openai.pooling import PoolingBody, make_id, respond, run, usage
 from quire.server.openai.protocol import MAX_PROMPTS, Texts
@@ -96,11 +96,11 @@ class RerankRequest(PoolingBody):
         list[str | RerankDocument],
         Field(fail_fast=True, max_length=MAX_PROMPTS, description=f"Texts, or objects; at most {MAX_PROMPTS}."),
     ]
-    top_n: Annotated[Int64, Field(ge=0)] | None = None
+    top_n: Natural | None = None
     """Return only this number of documents, the best ones. Default: all, and so does 0."""
     return_documents: bool | None = None
     """Whether results have the documents' texts. Default: true, as Jina's and vLLM's; Cohere's is false."""
-    max_tokens_per_doc: Annotated[Int64, Field(ge=1)] | None = None
+    max_tokens_per_doc: Positive | None = None
     """Cohere's: truncate longer documents to this number of tokens. Default: they are not truncated."""
 
     def rendering(self) -> EmbeddingOptions:
