@@ -16,7 +16,7 @@ Steps = Generator[None, None, T]
 """A part of a parser: it yields when it needs more text, and returns a T."""
 
 _IN_STRING = re.compile(r'"|\\.', re.DOTALL)
-_STRUCTURE = re.compile(r'["{}\[\]]')
+_STRUCTURE = re.compile(r'["{}\[\]<]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[-+.\w]*")
 _SPACE = re.compile(r"\s*")
@@ -144,8 +144,8 @@ class IncrementalParser(ABC):
     def _nested(self, show: Callable[[str], None] | None) -> Steps[None]:
         """Read an object, list or string to its end.
 
-        With `show`, its text is emitted and discarded as it arrives. Unpaired brackets raise `MalformedText`; nothing
-        else is checked.
+        With `show`, its text is emitted and discarded as it arrives, and a tag, which JSON has only in strings, closes
+        what is open. Unpaired brackets raise `MalformedText`; nothing else is checked.
         """
         closers: list[str] = []
         in_string = False
@@ -158,6 +158,13 @@ class IncrementalParser(ABC):
                         in_string = not in_string
                     case "{" | "[" as opener:
                         closers.append(CLOSERS[opener])
+                    case "<":
+                        self._pos -= 1
+                        self._show(show)
+                        if show is None:
+                            raise MalformedText
+                        show("".join(reversed(closers)))
+                        return
                     case "}" | "]" as closer if not closers or closers.pop() != closer:
                         self._pos -= 1
                         self._show(show)

@@ -23,6 +23,8 @@ class OutputFormat:
     schemas: Schemas = field(default_factory=dict)
     limit: int | None = None
     """Maximum number of calls to emit."""
+    is_required: bool = False
+    """The answer consists of calls: one that is cut off before its arguments is not content."""
     shows_reasoning: bool = True
 
     @property
@@ -36,11 +38,11 @@ class OutputFormat:
         if self.reasoning == HARMONY_REASONING or self.tools == HARMONY:  # they may have been pickled
             return OutputParser(HarmonyParser(self.schemas, self.limit), None, self.shows_reasoning)
         tools = self.tools or (ToolFormat() if hidden else None)
-        return OutputParser(
-            ReasoningParser(self.reasoning, self.is_thinking) if self.reasoning else None,
-            tool_parser(tools, self.schemas, hidden=hidden, limit=self.limit) if tools else None,
-            self.shows_reasoning,
-        )
+        calls = None
+        if tools:
+            calls = tool_parser(tools, self.schemas, hidden=hidden, limit=self.limit, is_required=self.is_required)
+        thoughts = ReasoningParser(self.reasoning, self.is_thinking) if self.reasoning else None
+        return OutputParser(thoughts, calls, self.shows_reasoning)
 
 
 class OutputParser:

@@ -31,168 +31,225 @@ from quire.server.parsers.incremental import (
     Steps,
     TextCutOff,
     any_of,
-    beginning_of,
     decoded,
     space_before,
 )
-from quire.server.parsers.tool_formats import JsonObject, Python, Quoted, Tagged, ToolFormat
+from quire.server.parsers.tags import Tags, closing_tag, is_tag, tags, units
+from quire.server.parsers.tool_formats import Json, JsonObject, Python, Quoted, Tagged, ToolFormat
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The functions that may be called: by name, the JSON schemas of their arguments."""
 
 _NAME = re.compile(r"[\w.-]*")
+_CALLED = re.compile(r"(?<![\w.:-])(?:functions\.)?([\w.-]+?)(?::\d+)?\s*\Z")
+"""A name, or a call's id that contains it, at the end of a text."""
+_LAST_WORD = re.compile(r"(?<![\w.:-])([\w.:-]+)(\s*)\Z")
+_ATTRIBUTE_END = re.compile(r"""["']?\s*(?:string\s*=\s*["']?(true|false)["']?)?[ \t]*(?:>|(?=\n))""", re.IGNORECASE)
+"""The end of a tag that has a key, and maybe whether the value is a string. A line break may stand for its `>`."""
+_MAX_ATTRIBUTE = 40
+"""Maximum number of characters of the text that ends such a tag."""
+_MIN_CUT = 4
+"""Minimum number of characters of a tag at the end of a text, by which it is recognized."""
+_MAX_HEAD = 300
+"""Maximum number of characters of a name and white space before the tag that makes it a call."""
+_NAME_END, _HIDDEN = 2, 3
+"""The sets of tags in the pattern of markers: a tag that follows a name, and one that is not shown."""
+_CLOSES, _OPENS = 1, 2
+"""The sets of tags in patterns for the end of a value."""
 _DIGITS = re.compile(r"\d*")
 _ID = re.compile(r"\w*")
 _ARGUMENTS = ("arguments", "parameters")
 _PYTHON = re.compile(r"""["'()\[\]{},]""")
-_BARE_KEY = re.compile(r"[^:,{}\[\]]*")
+_BARE_KEY = re.compile(r"[^:,{}\[\]<]*")
 _BARE_VALUE = re.compile(r"[^,{}\[\]]*")
 _IN_QUOTES = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "'\""}
 
 
 def tool_parser(
-    format: ToolFormat, schemas: Schemas, *, hidden: Collection[str] = (), limit: int | None = None
+    format: ToolFormat,
+    schemas: Schemas,
+    *,
+    hidden: Collection[str] = (),
+    limit: int | None = None,
+    is_required: bool = False,
 ) -> ToolParser:
     """Create a parser for one answer.
 
     Markers in `hidden` are dropped from the content unless they open a call. `limit` is the maximum number of calls to
-    emit.
+    emit. With `is_required`, the answer consists of calls: what is cut off before a call's arguments is not content.
     """
     format = format.read_as or format
     match format.call:
         case Python():
-            return _PythonicParser(format, schemas, hidden, limit)
-        case Tagged() as tags:
-            return _TaggedParser(tags, format, schemas, hidden, limit)
+            return _PythonicParser(format, schemas, hidden, limit, is_required)
+        case Tagged() as call:
+            return _TaggedParser(call, format, schemas, hidden, limit, is_required)
         case Quoted(quote):
-            return _QuotedParser(quote, format, schemas, hidden, limit)
+            return _QuotedParser(quote, format, schemas, hidden, limit, is_required)
         case _:
-            return ToolParser(format, schemas, hidden, limit)
+            return ToolParser(format, schemas, hidden, limit, is_required)
 
 
 class ToolParser(IncrementalParser):
-    """Splits text into content and calls; see `tool_parser`."""
+    """Splits text into content and calls; see `tool_parser`.
 
-    def __init__(self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None) -> None:
+    What is read is wider than what is written: a call is its name and its arguments in the right order. The tags around
+    them may be missing, doubled or misspelt (see `tags`), as long as at least one says that this is a call.
+    """
+
+    def __init__(
+        self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None, is_required: bool
+    ) -> None:
         self._format = format
         self._schemas = schemas
         self._limit = limit
-        _, opening, closing = format.block
-        self._opening, self._closing = opening.strip(), closing.strip()
-        self._before, self._between, self._after = format.call.around
-        markers = (*format.markers, *hidden)
-        self._marker, self._half_marker, self._hidden_marker = any_of(*markers), beginning_of(*markers), any_of(*hidden)
-        self._longest = max(map(len, markers), default=0)
+        self._is_required = is_required
+        call, (_, opening, closing) = format.call, format.block
+        before, between, after = call.around if isinstance(call, Json | Tagged) else ("", "", "")
+        in_values = tuple(filter(is_tag, units(call.between, call.close))) if isinstance(call, Tagged) else ()
+        brackets, brace = ("", "") if isinstance(call, Tagged) else ("[]", "}")
+        self._has_attribute = before.rstrip('"').endswith("=")
+        """The tag that begins a call contains the name."""
+        begins = (*format.markers, *units(opening, before))
+        ends = (*units(closing), format.may_close, *map(closing_tag, format.markers))
+        name_ends = tuple(filter(is_tag, units(between)))
+        if isinstance(call, Tagged) and not name_ends and not self._has_attribute:
+            name_ends = (call.open,)
+        every = (*begins, *ends, *units(between, after), *in_values)
+        self._prefixes = ("functions.", *(unit for unit in units(before) if not is_tag(unit)))
+        self._begins = tags((*begins, brackets[:1]), others=every)
+        self._betweens = tags(units(between), others=every)
+        self._strays = tags(in_values, others=every)
+        self._call_ends = tags((*units(after), *in_values, brace), others=every)
+        self._block_ends = tags((*ends, brackets[1:]), others=every)
+        openers = (*format.markers, *filter(is_tag, begins))
+        self._marker = tags(openers, name_ends, tuple(hidden), others=every)
+        self._has_name_ends = bool(name_ends)
+        self._name_beginnings = {name[:end] for name in schemas for end in range(len(name) + 1)} if name_ends else ()
+        self._hidden_marker = any_of(*hidden)
         self._count = 0
-        self._is_closing = False
-        """A call's arguments are complete; the text up to the next call belongs to the format."""
-        self._lacks_close = False
-        """The block was opened by a call, so nothing need close it."""
+        self._is_open = self._is_closing = False
+        """A call's arguments are not complete; they are, and the text up to the next call belongs to the format."""
         super().__init__()
 
     def _run(self) -> Steps[None]:
-        if self._format.bare and (yield from self._begins_bare()):
-            yield from self._try_block()
-        while (yield from self._content_up_to_a_block()):
-            yield from self._try_block()
-
-    def _begins_bare(self) -> Steps[bool]:
-        try:
-            first = yield from self._peek()
-        except TextCutOff:
-            first = ""
-        self._pos = 0
-        return first == self._format.bare
+        while True:  # at the start of an answer and behind a block, a block may lack its marker
+            while self._schemas and (yield from self._try_block(0)):
+                pass
+            while True:
+                if not (yield from self._content_up_to_a_block()):
+                    return
+                if (yield from self._try_block(self._pos)):
+                    break
 
     def _content_up_to_a_block(self) -> Steps[bool]:
         """Emit content; returns whether an opening marker was found, and stops after it."""
         while True:
-            if found := self._marker.search(self._text):
-                marker, end = found[0], found.start()
-                if marker in self._format.markers:
-                    space = space_before(self._text, end)
-                    self._emit_text(end - space)
-                    self._lacks_close = marker == self._before
-                    self._pos = space + (0 if self._lacks_close else len(marker))
-                    return True
-                self._emit_text(end)
-                self._text = self._text[len(marker) :]
-                continue
+            if found := self._marker.whole.search(self._text):
+                begin, end = found.start(), found.end()
+                if found.lastindex == _NAME_END:
+                    name = _CALLED.search(self._text, max(0, begin - _MAX_HEAD), begin)
+                    is_known = name is not None and name[1] in self._schemas
+                    begin = name.start() if name is not None and is_known else begin
+                if found.lastindex == _HIDDEN:
+                    self._emit_text(begin)
+                    self._text = self._text[end - begin :]
+                    continue
+                space = space_before(self._text, begin)
+                self._emit_text(begin - space)
+                self._pos = end - begin + space
+                return True
             if self._ended:
-                self._emit_text(len(self._text))
+                half = self._marker.half.search(self._text) if self._is_required else None
+                self._emit_text(half.start() if half else len(self._text))
                 return False
-            half = self._half_marker.search(self._text, max(0, len(self._text) - self._longest))
-            end = half.start() if half else len(self._text)
+            end = self._content_end()
             self._emit_text(end - space_before(self._text, end))
             yield
 
-    def _try_block(self) -> Steps[None]:
-        """Read a block. If it is invalid, its marker is content."""
-        behind_marker = self._pos + (len(self._before) if self._lacks_close else 0)
+    def _content_end(self) -> int:
+        """The end of the text that can be neither a part of a marker nor a name that a tag may follow."""
+        half = self._marker.half.search(self._text, max(0, len(self._text) - self._marker.longest))
+        end = half.start() if half else len(self._text)
+        word = self._has_name_ends and _LAST_WORD.search(self._text, max(0, end - _MAX_HEAD), end)
+        if not word:
+            return end
+        name, colon, digits = word[1].removeprefix("functions.").partition(":")
+        if colon or word[2] or end < len(self._text):
+            return word.start() if name in self._schemas and (digits or "0").isdecimal() else end
+        is_half = name in self._name_beginnings or "functions.".startswith(word[1])
+        return word.start() if is_half else end
+
+    def _try_block(self, behind_marker: int) -> Steps[bool]:
+        """Read a block, whose marker ends at `behind_marker`. If it is invalid, its marker is content."""
         calls_before = self._count
-        self._is_closing = False
+        self._pos = 0
+        self._is_open = self._is_closing = False
         try:
             yield from self._block()
-            self._drop()
-            if (may_close := self._format.may_close) and may_close.startswith((yield from self._peek())):
-                if (yield from self._take(may_close)):
-                    self._drop()
-                self._pos = 0
+            self._is_closing = True
             yield from self._peek()  # white space at the very end belongs to the format
             self._pos = 0
         except MalformedText as error:
-            if self._count == calls_before:
+            is_cut = isinstance(error, TextCutOff)
+            if is_cut and (self._is_required or self._is_open or self._is_closing):
+                self._text = ""
+            elif self._count == calls_before:
                 marker = self._hidden_marker.sub("", self._text[:behind_marker])
                 self._text = marker + self._text[behind_marker:]
                 self._emit_text(len(marker))
-            elif self._is_closing and isinstance(error, TextCutOff):
-                self._text = ""
             self._pos = 0
+        return self._count > calls_before
 
     def _block(self) -> Steps[None]:
-        if not self._lacks_close:
-            yield from self._piece(self._opening.removesuffix("["))
-        first = yield from self._peek()
-        in_list = first == "["
-        self._pos += in_list
-        read = self._object if first in "[{" else self._named
-        separator = "," if in_list else self._format.separator
+        """Read calls up to the end of their block."""
+        is_marked = False
         while True:
-            yield from self._peek()
-            self._is_closing = False
-            yield from read()
-            self._is_closing = True
+            begins = yield from self._skip(self._begins)
+            is_marked = is_marked or any(len(tag) > 1 for tag in begins)
+            first = yield from self._peek()
+            if first == "{" and isinstance(self._format.call, JsonObject | Json):
+                yield from self._object(is_strict=bool(self._format.bare) or not is_marked)
+            else:
+                yield from self._named(is_marked or bool(begins))
+            self._is_open, self._is_closing, is_marked = False, True, True
             self._drop()
-            if separator is None or not (yield from self._continues(separator.strip())):
-                break
-        close = self._closing
-        if in_list:
-            yield from self._expect("]")
-            close = close.removeprefix("]")
-        if self._lacks_close:
+            yield from self._skip(self._call_ends)
+            self._drop()
+            if (yield from self._skip(self._block_ends)):
+                self._drop()
+                return
+            if (yield from self._peek()) in ",;":
+                self._pos += 1
+            self._is_closing = False
+
+    def _skip(self, pattern: Tags) -> Steps[list[str]]:
+        """Read any number of tags, and white space before them; returns them."""
+        found: list[str] = []
+        while True:
+            begin = self._pos
             yield from self._peek()
-            yield from self._take(close)
-        else:
-            yield from self._piece(close)
+            if not (tag := (yield from self._take_tag(pattern))):
+                self._pos = begin
+                return found
+            found.append(tag)
 
-    def _piece(self, text: str) -> Steps[None]:
-        """Read a piece of the format, which may be empty. Line breaks in it are optional."""
-        for line in text.split("\n"):
-            if line.strip():
-                yield from self._expect(line.strip())
+    def _take_tag(self, pattern: Tags) -> Steps[str]:
+        """Read a tag, if it comes next; returns it. The end of the text may cut it."""
+        while (half := pattern.half.match(self._text, self._pos)) and not self._ended:
+            yield from self._more()
+        tag = pattern.whole.match(self._text, self._pos)
+        if tag is None and half is not None and len(half[0]) < _MIN_CUT:
+            raise TextCutOff
+        if tag is None and half is None:
+            return ""
+        tag = tag or half
+        assert tag is not None
+        self._pos = tag.end()
+        return tag[0]
 
-    def _continues(self, separator: str) -> Steps[bool]:
-        """Return whether another call follows, and read the separator if so."""
-        yield from self._peek()
-        if separator:
-            return (yield from self._take(separator))
-        begin = self._pos
-        found = yield from self._take(self._before)
-        self._pos = begin
-        return found
-
-    def _object(self) -> Steps[None]:
-        """Read a call that is a JSON object, with its keys in any order."""
+    def _object(self, is_strict: bool) -> Steps[None]:
+        """Read a call that is a JSON object, with its keys in any order. `is_strict`: it may as well be an answer."""
         yield from self._expect("{")
         name = arguments = None
         is_out = False
@@ -208,44 +265,58 @@ class ToolParser(IncrementalParser):
                 yield from self._arguments(name)
             elif key in _ARGUMENTS and arguments is None:
                 arguments = _arguments_in((yield from self._value()))
-            elif self._format.bare and key not in ("id", "type"):
+            elif is_strict and key not in ("id", "type"):
                 raise MalformedText  # a JSON answer, not a call
             else:
                 yield from self._value()
             yield from self._peek()
             if not (yield from self._take(",")):
                 break
-        yield from self._expect("}")
-        if name is None:
+        if name is None or not ((yield from self._take("}")) or arguments is not None):
             raise MalformedText
         if not is_out:
             self._begin(name)
             self._show_arguments(arguments or "{}")
 
-    def _named(self) -> Steps[None]:
-        """Read a call in the format's fixed order."""
-        if isinstance(self._format.call, JsonObject) or not (yield from self._take(self._before)):
+    def _named(self, is_marked: bool) -> Steps[None]:
+        """Read a call in the format's fixed order, after the tags before its name, if there are any."""
+        if isinstance(self._format.call, JsonObject):
             raise MalformedText
+        name, call_id = yield from self._name()
+        yield from self._skip(self._betweens)
+        while self._has_attribute and (yield from self._repeats(name)):
+            pass
+        yield from self._named_arguments(name, call_id)
+
+    def _name(self) -> Steps[tuple[str, str | None]]:
+        """Read the name of a function, and the call's id if the format has it here."""
         yield from self._peek()
-        name, call_id = (yield from self._match(_NAME)), None
-        if self._format.id_as_name:
-            if not (yield from self._take(":")):
+        ways = {prefix + name: name for name in self._schemas for prefix in self._prefixes}
+        ways |= {name: name for name in self._schemas}
+        while (word := _NAME.match(self._text, self._pos)) is not None and word.end() == len(self._text):
+            if not any(way.startswith(word[0]) for way in ways):
                 raise MalformedText
-            call_id = f"{name}:{yield from self._match(_DIGITS)}"
-            name = name.removeprefix("functions.")
-        name = self._known(name)
+            yield from self._more()
+        written, call_id = (yield from self._match(_NAME)), None
+        if written not in ways:
+            raise MalformedText
+        name = ways[written]
+        if self._format.id_as_name:
+            call_id = f"functions.{name}:{self._count}"
+            if (yield from self._take(":")):
+                call_id = f"{written}:{yield from self._match(_DIGITS)}"
         if "[CALL_ID]" in self._format.inner and (yield from self._take("[CALL_ID]")):
             yield from self._match(_ID)
-        yield from self._piece(self._between)
-        calls_before = self._count
-        try:
-            yield from self._named_arguments(name, call_id)
-        except TextCutOff:
-            if self._count > calls_before:  # half of an argument is not content
-                self._text, self._pos = "", 0
-            raise
-        if self._after:
-            yield from self._expect(self._after.strip())
+        return name, call_id
+
+    def _repeats(self, name: str) -> Steps[bool]:
+        """Read the tag with the name once more, if it is there."""
+        begin = self._pos
+        if (yield from self._skip(self._begins)) and (yield from self._match(_NAME)) == name:
+            yield from self._skip(self._betweens)
+            return True
+        self._pos = begin
+        return False
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
         """Read the arguments of a call in the format's fixed order."""
@@ -257,12 +328,13 @@ class ToolParser(IncrementalParser):
         """Emit a call whose arguments follow, while they arrive."""
         self._begin(name, call_id)
         yield from self._nested(self._show_arguments)
-        self._is_closing = True
+        self._is_open, self._is_closing = False, True
 
     def _begin(self, name: str, call_id: str | None = None) -> None:
         """Emit the start of a call, which is not taken back."""
         self._drop()
         self._count += 1
+        self._is_open = True
         self._call(ToolCall(self._count - 1, "", call_id or self._format.new_id(), name))
 
     def _show_arguments(self, text: str) -> None:
@@ -273,21 +345,56 @@ class ToolParser(IncrementalParser):
         if not is_out:
             self._begin(name, call_id)
         self._show_arguments("}" if is_out else "{}")
-        self._is_closing = True
+        self._is_open, self._is_closing = False, True
 
-    def _text_value(self, end: re.Pattern[str], half_end: re.Pattern[str]) -> Steps[None]:
-        """Emit the text up to its end as a JSON string, while it arrives."""
+    def _text_value(self, ends: Tags, nexts: Tags) -> Steps[None]:
+        """Emit the text up to its end as a JSON string, while it arrives; see `_value_end`."""
         self._show_arguments('"')
-        while (found := end.search(self._text)) is None:
-            half = None if self._ended else half_end.search(self._text)
-            self._pos = half.start() if half else len(self._text)
+        while True:
+            found = ends.whole.search(self._text)
+            if found is not None:
+                end = yield from self._value_end(found, nexts)
+                self._pos, behind = end or (found.end(), 0)
+                begin = self._pos
+                self._show_string()
+                if end is not None:
+                    self._pos = behind - begin
+                    self._drop()
+                    self._show_arguments('"')
+                    return
+                continue
+            half = ends.half.search(self._text, max(0, len(self._text) - ends.longest))
+            is_held = half is not None and (not self._ended or len(half[0].strip()) > 1)
+            self._pos = half.start() if half and is_held else len(self._text)
             self._show_string()
             yield from self._more()
-        self._pos = found.start()
-        self._show_string()
-        self._pos = found.end() - found.start()
-        self._drop()
-        self._show_arguments('"')
+
+    def _value_end(self, found: re.Match[str], nexts: Tags) -> Steps[tuple[int, int] | None]:
+        """Return where a value ends and where the text behind it begins, if `found` is the first tag that may end it.
+        Returns None if it does not.
+
+        The value's own closing tag ends it. So does the next argument, and the end of the call, unless the value's own
+        closing tag stands before anything that opens.
+        """
+        if found.lastindex == _CLOSES:
+            return self._closed(found)
+        if found.lastindex == _OPENS:
+            return (found.start(), found.start()) if (yield from self._is_argument(found.end())) else None
+        at = found.end()
+        while (following := nexts.whole.search(self._text, at)) is None and not self._ended:
+            at = max(at, len(self._text) - nexts.longest)
+            yield from self._more()
+        if following is not None and following.lastindex == _CLOSES:
+            return self._closed(following)
+        return found.start(), found.start()
+
+    def _closed(self, found: re.Match[str]) -> tuple[int, int]:
+        """The end of a value, and of the tag that closes it."""
+        return found.start(), found.end()
+
+    def _is_argument(self, at: int) -> Steps[bool]:
+        """Return whether a tag that ends at `at` opens an argument that the call may have."""
+        raise NotImplementedError
 
     def _show_string(self) -> None:
         if self._pos:
@@ -307,22 +414,22 @@ class ToolParser(IncrementalParser):
 class _PythonicParser(ToolParser):
     """Calls with Python keyword arguments, each of which is emitted when it is complete."""
 
-    def _block(self) -> Steps[None]:
-        yield from self._piece(self._opening)
-        separator = (self._format.separator or "").strip()
-        while True:
+    def _named(self, is_marked: bool) -> Steps[None]:
+        name, _ = yield from self._name()
+        yield from self._expect("(")
+        begin = self._pos
+        while not is_marked:  # only a tag behind the calls says that they are no text about calls
+            while (yield from self._peek()) != ")":
+                yield from self._literal()
+                self._pos += self._text.startswith(",", self._pos)
+            self._pos += 1
             yield from self._peek()
-            self._is_closing = False
-            name = self._known((yield from self._match(_NAME)))
-            yield from self._expect("(")
-            yield from self._keywords(name)
-            self._drop()
-            yield from self._peek()
-            if separator and not (yield from self._take(separator)):
+            if (yield from self._take_tag(self._block_ends)):
                 break
-            if not separator and (yield from self._take(self._closing)):
-                return
-        yield from self._expect(self._closing)
+            yield from self._name()
+            yield from self._expect("(")
+        self._pos = begin
+        yield from self._keywords(name)
 
     def _keywords(self, name: str) -> Steps[None]:
         """Read the arguments of a call after the opening parenthesis, and the closing one."""
@@ -370,33 +477,56 @@ class _TaggedParser(ToolParser):
     """Calls with arguments between tags. Strings are emitted while they arrive, other values when they are complete."""
 
     def __init__(
-        self, tags: Tagged, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None
+        self,
+        call: Tagged,
+        format: ToolFormat,
+        schemas: Schemas,
+        hidden: Collection[str],
+        limit: int | None,
+        is_required: bool,
     ) -> None:
-        self._tags = tags
-        line, _, _ = tags.between.strip().partition("\n")
-        both = zip(line, tags.between_json or line, strict=False)
+        self._tags = call
+        before, _, after = call.around
+        opens, closes, closing = (call.open,), units(call.close), units(after, format.block[2])
+        begins = tuple(filter(is_tag, (*format.markers, *units(before))))
+        every = (*opens, *closes, *begins, *closing, *units(call.between))
+        line, *_ = call.between.strip().split("\n")
+        both = zip(line, call.between_json or line, strict=False)
         self._key_end = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
-        self._key = re.compile(rf"(?:(?!{re.escape(self._key_end)})[^\n])*")
-        closer = tags.close.strip()
-        closers = (closer, f"\n{closer}") if tags.close.startswith("\n") else (closer,)
-        self._value_end = any_of(*closers)
-        self._half_value_end = beginning_of(*closers)
-        self._longest_end = max(map(len, closers))
-        self._end_or_quote = re.compile(rf'"|{self._value_end.pattern}')
-        self._end_in_string = re.compile(rf'"|\\.|{self._value_end.pattern}|\n', re.DOTALL)
+        self._open = tags(opens, others=every)
+        self._value_tags = tags(tuple(filter(is_tag, units(call.between))), others=every)
+        key_end = self._value_tags.whole.pattern if is_tag(line) else r"[\"']?[ \t]*>"
+        if call.between_json:
+            key_end = r"[\"'](?:[ \t]*>|[ \t]+string\b)"
+        self._key = re.compile(rf"(?:(?!{key_end})[^\n<])*", re.IGNORECASE)
+        self._keeps_line = not call.close.startswith("\n")
+        self._ends = tags(closes, opens, closing, others=every, lead="\n")
+        self._nexts = tags(closes, (*opens, *begins), others=every, lead="\n")
+        ends = self._ends.whole.pattern
+        self._end_or_quote = re.compile(f'"|{ends}', re.IGNORECASE)
+        self._end_in_string = re.compile(rf'"|\\.|{ends}|\n', re.DOTALL | re.IGNORECASE)
         self._trusts_strings = True
         """No value of this answer has had a JSON string that is not closed."""
-        super().__init__(format, schemas, hidden, limit)
+        self._left: set[str] = set()
+        """The properties that the current call has no argument for; empty if its schema names none."""
+        self._names: list[str] = []
+        super().__init__(format, schemas, hidden, limit, is_required)
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
         schema, is_out = self._schemas[name], False
-        unlike_keys = sorted((key for key in property_names(schema) if not self._key.fullmatch(key)), reverse=True)
+        self._names = property_names(schema)
+        self._left = {*self._names}
         while True:
-            yield from self._peek()
-            if not (yield from self._take(self._tags.open)):
+            try:
+                key = yield from self._next_key()
+            except TextCutOff:
+                rest = self._text.strip()
+                if not is_out or self._open.half.match(rest) or self._left & {*schema.get("required", ())}:
+                    raise
+                key = None
+            if key is None:
                 break
-            key = yield from self._argument_name(unlike_keys)
-            is_text = yield from self._read_between()
+            is_text = yield from self._read_between(key)
             types = property_types(schema, key)
             if is_text is not None:
                 types = TEXT if is_text else types - TEXT or types
@@ -404,37 +534,102 @@ class _TaggedParser(ToolParser):
                 self._begin(name, call_id)
             self._show_arguments(f"{', ' if is_out else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             is_out = True
+            self._left.discard(key)
             if types == TEXT:
-                yield from self._text_value(self._value_end, self._half_value_end)
+                yield from self._text_value(self._ends, self._nexts)
             else:
                 yield from self._typed_value(types)
-        begin = self._pos
-        yield from self._expect((self._after or self._closing).strip())
-        self._pos = begin
+        if not is_out:  # only a tag says that this is a call
+            begin = self._pos
+            yield from self._peek()
+            for pattern in (self._call_ends, self._block_ends, self._begins):
+                if (yield from self._take_tag(pattern)):
+                    break
+            else:
+                raise MalformedText
+            self._pos = begin
         self._end_arguments(name, call_id, is_out)
 
-    def _argument_name(self, unlike_keys: Collection[str]) -> Steps[str]:
+    def _next_key(self) -> Steps[str | None]:
+        """Read an opening tag and the key, if another argument follows. The tag may be missing before a property."""
+        yield from self._skip(self._strays)
+        begin = self._pos
+        if (yield from self._skip(self._open)):
+            yield from self._peek()
+            return (yield from self._argument_name())
+        yield from self._peek()
+        if is_tag(self._key_end):
+            for key in sorted(self._left, key=len, reverse=True):
+                if (yield from self._take(key)):
+                    if (yield from self._skip(self._value_tags)):
+                        self._pos = begin
+                        yield from self._expect(key)
+                        return key
+                    break
+        self._pos = begin
+        return None
+
+    def _argument_name(self) -> Steps[str]:
         """Read a key: one of the properties whose names contain the end of a key, or any other."""
-        for key in unlike_keys:
+        for key in sorted((key for key in self._names if not self._key.fullmatch(key)), reverse=True):
             if (yield from self._take(key + self._key_end)):
                 self._pos -= len(self._key_end)
                 return key
-        return (yield from self._match(self._key))
+        key = yield from self._match(self._key)
+        return key if key in self._names else key.strip(" \t\"'")
 
-    def _read_between(self) -> Steps[bool | None]:
-        """Read the text between key and value; returns whether the value is text, if it says so."""
-        tags, is_text = self._tags, None
-        if tags.between_json:
+    def _read_between(self, key: str) -> Steps[bool | None]:
+        """Read the text between key and value, and repetitions of the tags before it; returns whether the value is
+        text, if it says so."""
+        is_text = yield from self._read_key_end()
+        while True:
+            begin = self._pos
+            if not (yield from self._skip(self._open)):
+                break
             yield from self._peek()
-            is_text = yield from self._take(tags.between)
-            if not is_text:
-                yield from self._expect(tags.between_json)
-        else:
-            yield from self._piece(tags.between)
-        if tags.between.endswith("\n"):
+            if not (yield from self._take(key)):
+                break
+            is_text = yield from self._read_key_end()
+        self._pos = begin
+        if self._tags.between.endswith("\n"):
             yield from self._take("\n")
         self._drop()
         return is_text
+
+    def _read_key_end(self) -> Steps[bool | None]:
+        if is_tag(self._key_end):
+            begin = self._pos
+            if not (yield from self._skip(self._value_tags)):
+                raise MalformedText
+            if self._pos == begin:
+                raise MalformedText
+            return None
+        while (found := _ATTRIBUTE_END.match(self._text, self._pos)) is None:
+            if len(self._text) - self._pos > _MAX_ATTRIBUTE:
+                raise MalformedText
+            yield from self._more()
+        self._pos = found.end()
+        return None if found[1] is None else found[1].lower() == "true"
+
+    def _closed(self, found: re.Match[str]) -> tuple[int, int]:
+        return found.start() + (self._keeps_line and found[0].startswith("\n")), found.end()
+
+    def _is_argument(self, at: int) -> Steps[bool]:
+        begin, self._pos = self._pos, at
+        try:
+            yield from self._peek()
+            key = yield from self._argument_name()
+            is_free = not self._names and _NAME.fullmatch(key) is not None
+            if key not in self._left and not is_free:
+                return False
+            yield from self._read_key_end()
+        except TextCutOff:
+            raise
+        except MalformedText:
+            return False
+        finally:
+            self._pos = begin
+        return True
 
     def _typed_value(self, types: frozenset[str]) -> Steps[None]:
         """Emit a value as JSON. A closing tag inside of a JSON string does not end it, unless the string is not closed:
@@ -446,16 +641,17 @@ class _TaggedParser(ToolParser):
         self._pos = 0
         in_string = False
         inside: re.Match[str] | None = None  # the first tag inside of a string
-        while True:
+        span: tuple[int, int] | None = None
+        while span is None:
             half = None
             if not self._ended:
-                half = self._half_value_end.search(self._text, max(self._pos, len(self._text) - self._longest_end))
+                half = self._ends.half.search(self._text, max(self._pos, len(self._text) - self._ends.longest))
             end = half.start() if half else len(self._text)
-            pattern = self._value_end
+            pattern = self._ends.whole
             if reads_strings:
                 pattern = self._end_in_string if in_string else self._end_or_quote
-            found = pattern.search(self._text, self._pos, end)
-            if found is None:
+            found = pattern.search(self._text, self._pos)
+            if found is None or found.start() >= end:
                 if self._ended and inside is not None:
                     break
                 self._pos = end - (in_string and self._text.endswith("\\", self._pos, end))
@@ -469,14 +665,14 @@ class _TaggedParser(ToolParser):
                 if inside is not None:
                     break
             elif in_string:
-                inside = inside or (None if found[0].startswith("\\") else found)
+                inside = inside or (None if found[0].startswith("\\") or found.lastindex == _OPENS else found)
             else:
-                break
-        if inside is not None and (found is None or not reads_strings or not _is_json(self._text[: found.start()])):
-            found, self._trusts_strings = inside, False
-        assert found is not None
-        self._show_arguments(json_of(self._text[: found.start()], types))
-        self._pos = found.end()
+                span = yield from self._value_end(found, self._nexts)
+        if inside is not None and (span is None or not reads_strings or not _is_json(self._text[: span[0]])):
+            span, self._trusts_strings = (yield from self._value_end(inside, self._nexts)), False
+        assert span is not None
+        end, self._pos = span
+        self._show_arguments(json_of(self._text[:end], types))
         self._drop()
 
 
@@ -485,15 +681,28 @@ class _QuotedParser(ToolParser):
     emitted while they arrive, other values when they are complete."""
 
     def __init__(
-        self, quote: str, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None
+        self,
+        quote: str,
+        format: ToolFormat,
+        schemas: Schemas,
+        hidden: Collection[str],
+        limit: int | None,
+        is_required: bool,
     ) -> None:
-        self._quote = quote
-        self._quote_end, self._half_quote_end = any_of(quote), beginning_of(quote)
-        self._unquoted = re.compile(rf"(?:(?!{re.escape(quote)}).)*", re.DOTALL)
-        super().__init__(format, schemas, hidden, limit)
+        closing = units(format.block[2])
+        every = (quote, *closing, *format.markers)
+        self._quotes = tags((quote,), others=every)
+        self._ends = tags((quote,), (), closing, others=every, lead="}")
+        self._nexts = tags((quote,), format.markers, others=every, lead="}")
+        self._unquoted = re.compile(rf"(?:(?!{self._quotes.whole.pattern}).)*", re.DOTALL | re.IGNORECASE)
+        super().__init__(format, schemas, hidden, limit, is_required)
+
+    def _closed(self, found: re.Match[str]) -> tuple[int, int]:
+        return found.start() + found[0].startswith("}"), found.end()
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
-        """Read the arguments after their opening brace, up to the closing one."""
+        """Read the arguments and the braces around them."""
+        yield from self._expect("{")
         schema, closers, is_out, is_first = self._schemas[name], ["}"], False, True
         names = property_names(schema)
         while (first := (yield from self._peek())) != "}" or len(closers) > 1:
@@ -523,25 +732,37 @@ class _QuotedParser(ToolParser):
                 self._show_arguments(opener)
                 self._drop()
                 is_first = True
-            elif (yield from self._take(self._quote)):
+            elif (yield from self._opens_string()):
                 self._drop()
-                yield from self._text_value(self._quote_end, self._half_quote_end)
+                yield from self._text_value(self._ends, self._nexts)
+                yield from self._skip(self._quotes)
             else:
-                text = (yield from self._match(_BARE_VALUE)).strip()
-                if not text:
+                text = yield from self._match(_BARE_VALUE)
+                said = self._quotes.whole.sub("", text).strip()
+                if not said or "<" in said:
                     raise MalformedText
-                self._show_arguments(json_of(text, types - TEXT or types))
+                self._show_arguments(json_of(said, TEXT if said != text.strip() else types - TEXT or types))
                 self._drop()
         self._end_arguments(name, call_id, is_out)
+
+    def _opens_string(self) -> Steps[bool]:
+        """Read the quote before a string, and its repetition unless that ends an empty string."""
+        if not (yield from self._take_tag(self._quotes)):
+            return False
+        begin = self._pos
+        yield from self._peek()
+        if not (yield from self._take_tag(self._quotes)) or (yield from self._peek()) in ",}]<":
+            self._pos = begin
+        return True
 
     def _key(self, names: Collection[str]) -> Steps[str]:
         """Read a key, which may be in quotes, and the colon. `names` may contain the character that ends other keys."""
         yield from self._peek()
-        if (yield from self._take(self._quote)):
+        if (yield from self._skip(self._quotes)):
             key = yield from self._match(self._unquoted)
-            yield from self._expect(self._quote)
+            yield from self._skip(self._quotes)
             yield from self._expect(":")
-            return key
+            return key.strip()
         for key in sorted((name for name in names if not _BARE_KEY.fullmatch(name)), reverse=True):
             if (yield from self._take(f"{key}:")):
                 return key

@@ -394,6 +394,7 @@ class InputProcessor:
             tools=None if use is None else self.tool_format,
             schemas={} if use is None else {tool.name: tool.parameters for tool in use.tools},
             limit=None if use is None else use.max_calls,
+            is_required=use is not None and use.required,
         )
 
     def _tool_grammar(

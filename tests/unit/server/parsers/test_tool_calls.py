@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from quire.server.parsers.argument_types import TEXT, property_types
 from quire.server.parsers.events import Content, Event, ToolCall
+from quire.server.parsers.output_parser import OutputFormat
+from quire.server.parsers.tags import Tags
 from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Tagged
 from tests.unit.server.parsers.samples import SCHEMAS, TWO_CALLS, cut, joined
@@ -21,7 +23,7 @@ BOTH = [("get_weather", {"city": "Bonn"}), ("now", {})]
 
 
 def events_of(format: str, chunks: Iterable[str], limit: int | None = None) -> list[Event]:
-    parser = tool_parser(TOOL_FORMATS[format], SCHEMAS, limit=limit)
+    parser = OutputFormat(tools=TOOL_FORMATS[format], schemas=SCHEMAS, limit=limit).parser()
     events = [event for chunk in chunks for event in parser.feed(chunk)]
     return events + parser.finish()
 
@@ -108,6 +110,111 @@ OTHER_WAYS = [
 """Variants that models also write: format, text, content and arguments of the calls."""
 
 
+TAGGED = {name: format.call for name, format in sorted(TOOL_FORMATS.items()) if isinstance(format.call, Tagged)}
+OBJECT: dict[str, Any] = {
+    "$ref": "#/$defs/base",
+    "properties": {"list": {"type": "array"}, "any": {}, "text": {"type": "string"}},
+    "$defs": {"base": {"allOf": [{"properties": {"count": {"type": "integer"}, "name": {"type": "string"}}}]}},
+}
+
+
+def tagged_call(format: str, arguments: list[tuple[str, str]], schema: Mapping[str, Any] = OBJECT) -> str:
+    tags, (marker, opening, closing) = TAGGED[format], TOOL_FORMATS[format].block
+    before, between, after = tags.around
+    call = f"{before}f{between}"
+    for key, value in arguments:
+        is_text = property_types(schema, key) == TEXT
+        call += tags.open + key + (tags.between if is_text else tags.between_json or tags.between) + value + tags.close
+    return marker + opening + call + after + closing
+
+
+def read_tagged(format: str, text: str, cuts: list[int] | None = None, schema: Mapping[str, Any] = OBJECT) -> Any:
+    def of(chunks: Iterable[str]) -> Any:
+        parser = tool_parser(TOOL_FORMATS[format], {"f": schema})
+        content, _, calls = joined([event for chunk in chunks for event in parser.feed(chunk)] + parser.finish())
+        return content, [arguments for _, arguments in calls]
+
+    whole = of([text])
+    assert of(text) == whole
+    assert of(cut(text, cuts or [])) == whole
+    return whole
+
+
+CITY = "<arg_key>city</arg_key>"
+SPOILT = [
+    ("glm47", f"<tool_call>get_weather{CITY}\n<arg_value>Bonn</arg_value>\n</tool_call>", ""),
+    ("glm47", f"<tool_call>get_weather\n{CITY}\n<arg_value>Bonn</arg_value>\n</tool_call>", ""),
+    ("glm47", f"get_weather{CITY}<arg_value>Bonn</arg_value></tool_call>", ""),
+    ("glm47", f"Wait, get_weather{CITY}<arg_value>Bonn</arg_value></tool_call>Done.", "Wait,Done."),
+    ("glm47", "<tool_call>get_weather<arg_key>city<arg_value>Bonn</arg_value></arg_value></tool_call>", ""),
+    ("glm47", f"<tool_call>get_weather{CITY}<arg_value>Bonn</tool_call>", ""),
+    ("glm47", "<TOOL_CALL>get_weather< arg_key >city</ arg_key ><arg_value>Bonn</arg_value</tool_call>", ""),
+    ("glm45", f"<tool_call>get_weather{CITY}<arg_value>Bonn</arg_value>", ""),
+    ("kimi_k2", "<|tool_call_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+     '{"city": "Bonn"}<|tool_call_end|><|tool_call_section_end|>', ""),
+    ("kimi_k2", "So.<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+     '{"city": "Bonn"}<|tool_call_end|>', "So."),
+    ("kimi_k2", 'So. functions.get_weather:0<|tool_call_argument_begin|>{"city": "Bonn"}<|tool_call_end|>', "So."),
+    ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>get_weather<|tool_call_argument_begin|>'
+     '{"city": "Bonn"}', ""),
+    ("kimi_k2", "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+     '{"city": "Bonn"<|tool_call_end|>', ""),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nBonn\n</function>\n</tool_call>Ok", "Ok"),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nBonn\n</tool_call>", ""),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather\n<parameter=city\nBonn\n</parameter>\n</tool_call>", ""),
+    ("mistral", 'get_weather[ARGS]{"city": "Bonn"}', ""),
+    ("mistral", 'Hm. get_weather[ARGS]{"city": "Bonn"} Ok', "Hm. Ok"),
+    ("mistral", '[TOOL_CALLS][TOOL_CALLS]get_weather {"city": "Bonn"}', ""),
+    ("hermes", '{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>', ""),
+    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}}\n</tool_call></tool_call>', ""),
+    ("deepseek_v31", '<|tool_calls_begin|><|tool_call_begin|>get_weather<|tool_sep|>{"city": "Bonn"}', ""),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>get_weather\n```\n{\"city\": \"Bonn\"}\n```<｜tool▁call▁end｜>", ""),
+    ("minimax_m2", "<invoke name=get_weather><parameter name='city'>Bonn</parameter></invoke>", ""),
+    ("deepseek_v32", '<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city">Bonn</｜DSML｜invoke>', ""),
+    ("lfm2", "<|tool_call_start|>get_weather(city='Bonn')<|tool_call_end|>", ""),
+    ("olmo3", "get_weather(city='Bonn')\n</function_calls>", ""),
+    ("gemma4", '<|tool_call>get_weather{city:<|"|>Bonn}<tool_call|>', ""),
+    ("gemma4", "call:get_weather{city:Bonn<|\"|>}<tool_call|>", ""),
+    ("openai", 'commentary to=functions.get_weather json{"city": "Bonn"}<|call|>', ""),
+    ("openai", '<|Channel|>commentary to=functions.get_weather<|message|><|message|>{"city": "Bonn"}', ""),
+]  # fmt: skip
+"""A call of get_weather in Bonn whose tags are missing, doubled or misspelt: format, text, content."""
+
+
+@pytest.mark.parametrize(("format", "text", "content"), SPOILT)
+def test_a_call_with_spoilt_tags_is_a_call(format: str, text: str, content: str) -> None:
+    said, calls = read(format, text)
+    assert (said, [(name, json.loads(arguments)) for name, arguments in calls]) == (content, BOTH[:1])
+
+
+def test_a_block_may_have_several_objects_and_a_value_may_lack_its_end() -> None:
+    objects = '{"name": "get_weather", "arguments": {"city": "Bonn"}}\n{"name": "now", "arguments": {}}'
+    assert read("hermes", f"<tool_call>\n{objects}\n</tool_call>") == (
+        "",
+        [("get_weather", '{"city": "Bonn"}'), ("now", "{}")],
+    )
+    text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nBonn\n<parameter=unit>\nc\n</parameter>\n</function>"
+    assert read("qwen3_coder", text) == ("", [("get_weather", '{"city": "Bonn", "unit": "c"}')])
+
+
+@pytest.mark.parametrize("format", TAGGED)
+def test_tags_in_a_value_with_its_closing_tag_are_text(format: str) -> None:
+    """Of the end of the call, and of arguments that are none of this call or are there already."""
+    tags, (_, _, closing) = TAGGED[format], TOOL_FORMATS[format].block
+    for value in (f"a{tags.around[2]} {closing.strip()} b", f"a {tags.open}text{tags.between}b {tags.open}?"):
+        content, (arguments,) = read_tagged(format, tagged_call(format, [("text", value)]))
+        assert (content, json.loads(arguments)) == ("", {"text": value})
+
+
+@pytest.mark.parametrize("format", TWO_CALLS)
+def test_what_is_cut_off_before_the_arguments_of_a_required_call_is_not_content(format: str) -> None:
+    text = TWO_CALLS[format]
+    for end in range(len(text)):
+        parser = OutputFormat(tools=TOOL_FORMATS[format], schemas=SCHEMAS, is_required=True).parser()
+        content, _, calls = joined(parser.feed(text[:end]) + parser.finish())
+        assert (content, [name for name, _ in calls]) == ("", ["get_weather", "now"][: len(calls)])
+
+
 NO_CALLS = [
     ("hermes", "Write <tool_call> and </tool_call>."),
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
@@ -147,7 +254,7 @@ BROKEN = [
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1}', "", ['{"a": 1}']),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1}}\n</tool_', "", ['{"a": 1}']),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ]} so', "]} so", ['{"a": ']),
-    ("hermes", '<tool_call>{"name": "now", "arguments": {}</tool_call>ok', "</tool_call>ok", ["{}"]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}</tool_call>ok', "ok", ["{}"]),
     ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"na', ', {"na', ["{}"]),
     ("llama3_json", '{"name": "now", "parameters": {}}; then', "; then", ["{}"]),
     ("pythonic", "[now(a=1, b=x)]", ", b=x)]", ['{"a": 1']),
@@ -207,36 +314,6 @@ def test_an_escaped_quote_may_be_cut(cut_after: int) -> None:
     assert joined(events_of("hermes", [call[:at], call[at:]]))[2] == [("get_weather", '{"city": "\\"}{"}')]
 
 
-TAGGED = {name: format.call for name, format in sorted(TOOL_FORMATS.items()) if isinstance(format.call, Tagged)}
-OBJECT: dict[str, Any] = {
-    "$ref": "#/$defs/base",
-    "properties": {"list": {"type": "array"}, "any": {}, "text": {"type": "string"}},
-    "$defs": {"base": {"allOf": [{"properties": {"count": {"type": "integer"}, "name": {"type": "string"}}}]}},
-}
-
-
-def tagged_call(format: str, arguments: list[tuple[str, str]], schema: Mapping[str, Any] = OBJECT) -> str:
-    tags, (marker, opening, closing) = TAGGED[format], TOOL_FORMATS[format].block
-    before, between, after = tags.around
-    call = f"{before}f{between}"
-    for key, value in arguments:
-        is_text = property_types(schema, key) == TEXT
-        call += tags.open + key + (tags.between if is_text else tags.between_json or tags.between) + value + tags.close
-    return marker + opening + call + after + closing
-
-
-def read_tagged(format: str, text: str, cuts: list[int] | None = None, schema: Mapping[str, Any] = OBJECT) -> Any:
-    def of(chunks: Iterable[str]) -> Any:
-        parser = tool_parser(TOOL_FORMATS[format], {"f": schema})
-        content, _, calls = joined([event for chunk in chunks for event in parser.feed(chunk)] + parser.finish())
-        return content, [arguments for _, arguments in calls]
-
-    whole = of([text])
-    assert of(text) == whole
-    assert of(cut(text, cuts or [])) == whole
-    return whole
-
-
 @pytest.mark.parametrize("format", TAGGED)
 def test_a_closing_tag_ends_a_value_but_not_in_a_string_of_json(format: str) -> None:
     tags = TAGGED[format]
@@ -285,6 +362,10 @@ def test_a_long_value_is_read_once(format: str, piece: str) -> None:
     for name, value in [*vars(parser).items()]:
         if isinstance(value, re.Pattern):
             setattr(parser, name, Counted(value))
+        if isinstance(value, Tags):
+            whole: Any = Counted(value.whole)
+            half: Any = Counted(value.half)
+            setattr(parser, name, Tags(whole, half, value.longest))
     for at in range(0, len(text), 4):
         parser.feed(text[at : at + 4])
     parser.finish()

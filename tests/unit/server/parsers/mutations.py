@@ -1,0 +1,207 @@
+"""Transcripts whose tags are missing, doubled, spaced, re-cased or cut, and what a person still reads in them.
+
+`python -m tests.unit.server.parsers.mutations [CASES]` prints for each format how often a call is lost, markup gets
+into arguments, text disappears, and streaming differs from the whole text.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from quire.server.parsers.output_parser import OutputFormat
+from quire.server.parsers.tool_formats import TOOL_FORMATS, JsonObject, Python, Quoted
+from tests.unit.server.parsers.samples import TWO_CALLS, cut, joined
+from tests.unit.server.parsers.test_transcripts import SCHEMAS, transcripts
+
+Calls = list[tuple[str, dict[str, Any]]]
+_TAG = re.compile(r"<[^<>\n]*>?|\[[A-Z_]+\]|```json|```|functools")
+KINDS = ("missing", "doubled", "doubled on a line", "spaced", "space before", "line before", "space behind",
+         "line behind", "upper case", "title case", "cut", "text cut")  # fmt: skip
+FAULTS = ("lost call", "markup in arguments", "lost text", "stream differs")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A text that differs from a transcript, and what it must still be read as."""
+
+    format: str
+    kind: str
+    text: str
+    content: str
+    """The content of the transcript."""
+    calls: Calls
+    """The calls of the transcript."""
+    is_readable: bool
+    """All calls can still be seen."""
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _strings(each)
+    elif is_dataclass(value):
+        for field in fields(value):
+            if field.name not in ("signs", "names", "read_as", "gap"):
+                yield from _strings(getattr(value, field.name))
+        if isinstance(value, JsonObject | Python | Quoted):
+            yield from _strings(value.around)
+
+
+@cache
+def tags_of(format: str) -> re.Pattern[str]:
+    """A pattern for the tags that a format writes."""
+    tags = {tag for text in _strings(TOOL_FORMATS[format]) for tag in _TAG.findall(text)}
+    patterns = [re.escape(tag) + r"[^<>\n]*>" * (tag[-1] in '="') for tag in sorted(tags, key=len, reverse=True)]
+    return re.compile("|".join(patterns))
+
+
+@cache
+def words_of(format: str) -> frozenset[str]:
+    """Words of the tags that are in no value of a transcript."""
+    tags = {tag for text in _strings(TOOL_FORMATS[format]) for tag in _TAG.findall(text)}
+    return frozenset(word for tag in tags for word in re.findall(r"[^\W_▁]+", tag.lower()) if len(word) > 4)
+
+
+@cache
+def sources() -> dict[str, list[tuple[str, str, Calls]]]:
+    """Per format the texts, contents and calls of its transcripts without reasoning, all of whose calls are whole."""
+    found = {name: [(text, "", [("get_weather", {"city": "Bonn"}), ("now", {})])] for name, text in TWO_CALLS.items()}
+    both = found["hermes"][0][2]
+    found["llama3_json"] = [(f"<|python_tag|>{TWO_CALLS['llama3_json']}", "", both)]
+    found["pythonic"] = [(f"<|python_start|>{TWO_CALLS['pythonic']}<|python_end|>", "", both)]
+    found["openai"] = []
+    for case in transcripts():
+        format, _, text, expected = case.values
+        calls = [(name, arguments) for name, arguments in expected.get("calls", [])]
+        is_whole = calls and all(isinstance(arguments, dict) for _, arguments in calls)
+        if is_whole and "reasoning" not in expected and not tags_of(format).search(expected.get("content", "")):
+            found[format].append((text, expected.get("content", ""), calls))
+    return found
+
+
+def is_name_last(text: str) -> bool:
+    """Whether a text ends with the name of a function."""
+    return text.rstrip().endswith(tuple(SCHEMAS))
+
+
+def mutated(format: str, generator: random.Random) -> Mutation:
+    """Change one tag of a transcript, or cut the transcript."""
+    text, content, calls = generator.choice(sources()[format])
+    kind = generator.choice(KINDS)
+    if kind == "text cut":
+        return Mutation(format, kind, text[: generator.randrange(len(text))], content, calls, False)
+    tags = [*tags_of(format).finditer(text)]
+    at = generator.randrange(len(tags))
+    found = tags[at]
+    tag, before, behind = found[0], text[: found.start()], text[found.end() :]
+    names = "=" in tag
+    written = {
+        "missing": "",
+        "doubled": tag + tag,
+        "doubled on a line": f"{tag}\n{tag}",
+        "spaced": re.sub(r"(?<=<)(?=\w)|(?=>$)|(?<==)", " ", tag),
+        "space before": f" {tag}",
+        "line before": f"\n{tag}",
+        "space behind": f"{tag} ",
+        "line behind": f"{tag}\n",
+        "upper case": tag if names else tag.upper(),
+        "title case": tag if names else tag.title(),
+        "cut": tag[:-1],
+    }[kind]
+    is_hidden = kind in ("missing", "cut")
+    is_readable = not is_hidden or not names
+    if kind == "missing" and isinstance(TOOL_FORMATS[format].call, JsonObject | Python | Quoted) and before:
+        is_readable = False  # of a call in the middle of a text, only its marker says that it is one
+    if kind == "cut" and re.match(r"[\w/\[({ ]", behind) and not tag[:-1].endswith("|"):
+        is_readable = False  # the tag and what follows are one word
+    is_one_word = re.search(r"\w$", before) and re.match(r"\w", behind)
+    if kind == "missing" and (is_one_word or is_name_last(before + behind)):
+        is_readable = False  # a name and what follows are one word, or the name may go on
+    return Mutation(format, kind, before + written + behind, content, calls, is_readable)
+
+
+def read(format: str, chunks: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The content and the calls of an answer in these chunks."""
+    parser = OutputFormat(tools=TOOL_FORMATS[format], schemas=SCHEMAS).parser()
+    events = [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
+    content, reasoning, calls = joined(events)
+    return reasoning + content, calls
+
+
+def _stripped(value: Any) -> Any:
+    match value:
+        case str():
+            return value.strip()
+        case list():
+            return [_stripped(each) for each in value]
+        case dict():
+            return {key: _stripped(each) for key, each in value.items()}
+    return value
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return _stripped(json.loads(arguments))
+    except ValueError:
+        return arguments
+
+
+def _words(value: Any) -> Counter[str]:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return Counter(re.findall(r"[^\W_]{2,}", text.replace("\\n", " ").replace("\\t", " ")))
+
+
+def faults_of(mutation: Mutation, generator: random.Random) -> list[str]:
+    """What is read wrongly: some of FAULTS."""
+    content, calls = read(mutation.format, [mutation.text])
+    found = []
+    got = [(name, _parsed(arguments)) for name, arguments in calls]
+    wanted = [(name, _stripped(arguments)) for name, arguments in mutation.calls]
+    if mutation.is_readable and got != wanted:
+        found.append("lost call")
+    if any(words_of(mutation.format) & {*re.findall(r"[^\W_▁]+", said.lower())} for _, said in calls):
+        found.append("markup in arguments")
+    bare = tags_of(mutation.format).sub(" ", mutation.text)
+    said = _words(content) + Counter(word for name, value in got for word in (_words(name) + _words(value)))
+    values = _words(mutation.content) + Counter(word for _, value in wanted for word in _words(value))
+    is_cut = any(isinstance(value, str) for _, value in got)  # within an argument, whose beginning may be dropped
+    if not is_cut and any(said[word] < 1 for word in values if word in _words(bare)):
+        found.append("lost text")
+    cuts = [generator.randrange(10_000) for _ in range(generator.randrange(1, 12))]
+    if not all(read(mutation.format, way) == (content, calls) for way in (mutation.text, cut(mutation.text, cuts))):
+        found.append("stream differs")
+    return found
+
+
+def faults_in(format: str, cases: int) -> list[tuple[str, Mutation]]:
+    """The faults in this many mutations, the same in every run, and the mutations."""
+    generator = random.Random(format)
+    found = []
+    for _ in range(cases):
+        mutation = mutated(format, generator)
+        found += [(fault, mutation) for fault in faults_of(mutation, generator)]
+    return found
+
+
+def main(cases: int = 1000) -> None:
+    """Print counts of faults by format."""
+    total: Counter[str] = Counter()
+    for format in ("format", *sources(), "all"):
+        counts = Counter(fault for fault, _ in faults_in(format, cases)) if format in sources() else total
+        row = FAULTS if format == "format" else [counts[fault] for fault in FAULTS]
+        print(f"{format:16}{''.join(f'{cell:>22}' for cell in row)}")
+        total += counts if format in sources() else Counter()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
