@@ -7,9 +7,37 @@ from dataclasses import dataclass, field
 
 from quire.server.parsers.events import Content, Event, Reasoning
 from quire.server.parsers.harmony import HarmonyParser
+from quire.server.parsers.python_calls import PythonParser
+from quire.server.parsers.quoted_calls import QuotedParser
 from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat, ReasoningParser
-from quire.server.parsers.tool_calls import Schemas, ToolParser, tool_parser
-from quire.server.parsers.tool_formats import HARMONY, ToolFormat
+from quire.server.parsers.tagged_calls import TaggedParser
+from quire.server.parsers.tool_calls import Schemas, ToolParser
+from quire.server.parsers.tool_formats import HARMONY, Python, Quoted, Tagged, ToolFormat
+
+
+def tool_parser(
+    format: ToolFormat,
+    schemas: Schemas,
+    *,
+    hidden: Collection[str] = (),
+    limit: int | None = None,
+    is_required: bool = False,
+) -> ToolParser:
+    """Create a parser for one answer.
+
+    Markers in `hidden` are dropped from the content unless they open a call. `limit` is the maximum number of calls to
+    emit. With `is_required`, the answer consists of calls: what is cut off before a call's arguments is not content.
+    """
+    format = format.read_as or format
+    parser = ToolParser
+    match format.call:
+        case Python():
+            parser = PythonParser
+        case Tagged():
+            parser = TaggedParser
+        case Quoted():
+            parser = QuotedParser
+    return parser(format, schemas, hidden, limit, is_required)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "kimi_k2": ReasoningFormat(
         "<think>",
         "</think>",
-        ends=("<|tool_calls_section_begin|>",),
+        ends=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"),
         signs=("</think>", "<|tool_calls_section_begin|>"),
     ),
     **dict.fromkeys(("deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45", "glm47", "holo2", "hy_v3"), _THINK),

@@ -49,10 +49,11 @@ def units(*texts: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=512)
-def tags(*sets: tuple[str, ...], others: tuple[str, ...] = (), lead: str = "") -> Tags:
+def tags(*sets: tuple[str, ...], others: tuple[str, ...] = (), lead: str = "", is_expected: bool = False) -> Tags:
     """Return the pattern for the tags of these sets.
 
-    `others` are different tags of the format. The character `lead`, if it stands before a tag, belongs to it.
+    `others` are different tags of the format. The character `lead`, if it stands before a tag, belongs to it. With
+    `is_expected`, no other text is possible here: the last character of a tag may be missing whatever follows.
     """
     sets = tuple(tuple(filter(None, each)) for each in sets)
     known = {*others, *(tag for each in sets for tag in each)}
@@ -61,6 +62,8 @@ def tags(*sets: tuple[str, ...], others: tuple[str, ...] = (), lead: str = "") -
         ways = []
         for tag in sorted({way for one in each for way in _spellings(one, known)}, key=len, reverse=True):
             atoms = [f"{re.escape(lead)}?"] * bool(lead) + _atoms(tag)
+            if is_expected:
+                atoms[-1] = f"{re.escape(tag[-1])}?"
             ways.append("".join(atoms))
             nested = ""
             for atom in reversed(atoms[:-1]):

@@ -11,21 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from itertools import takewhile
 from typing import Any
 
 from quire.server.parsers.argument_types import (
-    ANY_TYPE,
-    TEXT,
     is_utf8,
-    json_of,
-    literal_json,
-    property_names,
-    property_types,
 )
 from quire.server.parsers.events import ToolCall
 from quire.server.parsers.incremental import (
-    CLOSERS,
     IncrementalParser,
     MalformedText,
     Steps,
@@ -35,63 +27,30 @@ from quire.server.parsers.incremental import (
     space_before,
 )
 from quire.server.parsers.tags import Tags, closing_tag, is_tag, tags, units
-from quire.server.parsers.tool_formats import Json, JsonObject, Python, Quoted, Tagged, ToolFormat
+from quire.server.parsers.tool_formats import Json, JsonObject, Tagged, ToolFormat
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The functions that may be called: by name, the JSON schemas of their arguments."""
 
-_NAME = re.compile(r"[\w.-]*")
+NAME = re.compile(r"[\w.-]*")
 _CALLED = re.compile(r"(?<![\w.:-])(?:functions\.)?([\w.-]+?)(?::\d+)?\s*\Z")
 """A name, or a call's id that contains it, at the end of a text."""
 _LAST_WORD = re.compile(r"(?<![\w.:-])([\w.:-]+)(\s*)\Z")
-_ATTRIBUTE_END = re.compile(r"""["']?\s*(?:string\s*=\s*["']?(true|false)["']?)?[ \t]*(?:>|(?=\n))""", re.IGNORECASE)
-"""The end of a tag that has a key, and maybe whether the value is a string. A line break may stand for its `>`."""
-_MAX_ATTRIBUTE = 40
-"""Maximum number of characters of the text that ends such a tag."""
 _MIN_CUT = 4
 """Minimum number of characters of a tag at the end of a text, by which it is recognized."""
 _MAX_HEAD = 300
 """Maximum number of characters of a name and white space before the tag that makes it a call."""
 _NAME_END, _HIDDEN = 2, 3
 """The sets of tags in the pattern of markers: a tag that follows a name, and one that is not shown."""
-_CLOSES, _OPENS = 1, 2
+CLOSES, OPENS = 1, 2
 """The sets of tags in patterns for the end of a value."""
 _DIGITS = re.compile(r"\d*")
 _ID = re.compile(r"\w*")
 _ARGUMENTS = ("arguments", "parameters")
-_PYTHON = re.compile(r"""["'()\[\]{},]""")
-_BARE_KEY = re.compile(r"[^:,{}\[\]<]*")
-_BARE_VALUE = re.compile(r"[^,{}\[\]]*")
-_IN_QUOTES = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "'\""}
-
-
-def tool_parser(
-    format: ToolFormat,
-    schemas: Schemas,
-    *,
-    hidden: Collection[str] = (),
-    limit: int | None = None,
-    is_required: bool = False,
-) -> ToolParser:
-    """Create a parser for one answer.
-
-    Markers in `hidden` are dropped from the content unless they open a call. `limit` is the maximum number of calls to
-    emit. With `is_required`, the answer consists of calls: what is cut off before a call's arguments is not content.
-    """
-    format = format.read_as or format
-    match format.call:
-        case Python():
-            return _PythonicParser(format, schemas, hidden, limit, is_required)
-        case Tagged() as call:
-            return _TaggedParser(call, format, schemas, hidden, limit, is_required)
-        case Quoted(quote):
-            return _QuotedParser(quote, format, schemas, hidden, limit, is_required)
-        case _:
-            return ToolParser(format, schemas, hidden, limit, is_required)
 
 
 class ToolParser(IncrementalParser):
-    """Splits text into content and calls; see `tool_parser`.
+    """Splits text into content and calls; see `output_parser.tool_parser`.
 
     What is read is wider than what is written: a call is its name and its arguments in the right order. The tags around
     them may be missing, doubled or misspelt (see `tags`), as long as at least one says that this is a call.
@@ -124,8 +83,7 @@ class ToolParser(IncrementalParser):
         self._block_ends = tags((*ends, brackets[1:]), others=every)
         openers = (*format.markers, *filter(is_tag, begins))
         self._marker = tags(openers, name_ends, tuple(hidden), others=every)
-        self._has_name_ends = bool(name_ends)
-        self._name_beginnings = {name[:end] for name in schemas for end in range(len(name) + 1)} if name_ends else ()
+        self._name_ends = name_ends
         self._hidden_marker = any_of(*hidden)
         self._count = 0
         self._is_open = self._is_closing = False
@@ -171,13 +129,13 @@ class ToolParser(IncrementalParser):
         """The end of the text that can be neither a part of a marker nor a name that a tag may follow."""
         half = self._marker.half.search(self._text, max(0, len(self._text) - self._marker.longest))
         end = half.start() if half else len(self._text)
-        word = self._has_name_ends and _LAST_WORD.search(self._text, max(0, end - _MAX_HEAD), end)
+        word = self._name_ends and _LAST_WORD.search(self._text, max(0, end - _MAX_HEAD), end)
         if not word:
             return end
         name, colon, digits = word[1].removeprefix("functions.").partition(":")
         if colon or word[2] or end < len(self._text):
             return word.start() if name in self._schemas and (digits or "0").isdecimal() else end
-        is_half = name in self._name_beginnings or "functions.".startswith(word[1])
+        is_half = any(known.startswith(name) for known in self._schemas) or "functions.".startswith(word[1])
         return word.start() if is_half else end
 
     def _try_block(self, behind_marker: int) -> Steps[bool]:
@@ -293,11 +251,11 @@ class ToolParser(IncrementalParser):
         yield from self._peek()
         ways = {prefix + name: name for name in self._schemas for prefix in self._prefixes}
         ways |= {name: name for name in self._schemas}
-        while (word := _NAME.match(self._text, self._pos)) is not None and word.end() == len(self._text):
+        while (word := NAME.match(self._text, self._pos)) is not None and word.end() == len(self._text):
             if not any(way.startswith(word[0]) for way in ways):
                 raise MalformedText
             yield from self._more()
-        written, call_id = (yield from self._match(_NAME)), None
+        written, call_id = (yield from self._match(NAME)), None
         if written not in ways:
             raise MalformedText
         name = ways[written]
@@ -312,7 +270,7 @@ class ToolParser(IncrementalParser):
     def _repeats(self, name: str) -> Steps[bool]:
         """Read the tag with the name once more, if it is there."""
         begin = self._pos
-        if (yield from self._skip(self._begins)) and (yield from self._match(_NAME)) == name:
+        if (yield from self._skip(self._begins)) and (yield from self._match(NAME)) == name:
             yield from self._skip(self._betweens)
             return True
         self._pos = begin
@@ -376,15 +334,15 @@ class ToolParser(IncrementalParser):
         The value's own closing tag ends it. So does the next argument, and the end of the call, unless the value's own
         closing tag stands before anything that opens.
         """
-        if found.lastindex == _CLOSES:
+        if found.lastindex == CLOSES:
             return self._closed(found)
-        if found.lastindex == _OPENS:
+        if found.lastindex == OPENS:
             return (found.start(), found.start()) if (yield from self._is_argument(found.end())) else None
         at = found.end()
         while (following := nexts.whole.search(self._text, at)) is None and not self._ended:
             at = max(at, len(self._text) - nexts.longest)
             yield from self._more()
-        if following is not None and following.lastindex == _CLOSES:
+        if following is not None and following.lastindex == CLOSES:
             return self._closed(following)
         return found.start(), found.start()
 
@@ -409,374 +367,6 @@ class ToolParser(IncrementalParser):
         if name not in self._schemas:
             raise MalformedText
         return name
-
-
-class _PythonicParser(ToolParser):
-    """Calls with Python keyword arguments, each of which is emitted when it is complete."""
-
-    def _named(self, is_marked: bool) -> Steps[None]:
-        name, _ = yield from self._name()
-        yield from self._expect("(")
-        begin = self._pos
-        while not is_marked:  # only a tag behind the calls says that they are no text about calls
-            while (yield from self._peek()) != ")":
-                yield from self._literal()
-                self._pos += self._text.startswith(",", self._pos)
-            self._pos += 1
-            yield from self._peek()
-            if (yield from self._take_tag(self._block_ends)):
-                break
-            yield from self._name()
-            yield from self._expect("(")
-        self._pos = begin
-        yield from self._keywords(name)
-
-    def _keywords(self, name: str) -> Steps[None]:
-        """Read the arguments of a call after the opening parenthesis, and the closing one."""
-        is_out = False
-        while (yield from self._peek()) != ")":
-            key = yield from self._match(_NAME)
-            if not key.isidentifier():
-                raise MalformedText
-            yield from self._expect("=")
-            value = literal_json((yield from self._literal()))
-            if not is_out:
-                self._begin(name)
-            self._show_arguments(f'{", " if is_out else "{"}"{key}": {value}')
-            is_out = True
-            self._drop()
-            if (yield from self._peek()) != ")":
-                yield from self._expect(",")
-        self._pos += 1
-        self._end_arguments(name, None, is_out)
-
-    def _literal(self) -> Steps[str]:
-        """Read the text of a value, up to the comma or parenthesis after it."""
-        begin, depth, quote = self._pos, 0, ""
-        while True:
-            found = (_IN_QUOTES[quote] if quote else _PYTHON).search(self._text, self._pos)
-            if found is None:
-                is_half_escape = bool(quote) and self._text.endswith("\\", self._pos)
-                self._pos = len(self._text) - is_half_escape
-                yield from self._more()
-                continue
-            if not quote and not depth and found[0] in ",)":
-                self._pos = found.start()
-                return self._text[begin : self._pos]
-            self._pos = found.end()
-            match found[0]:
-                case "'" | '"' as mark:
-                    quote = "" if quote else mark
-                case "(" | "[" | "{":
-                    depth += 1
-                case ")" | "]" | "}":
-                    depth -= 1
-
-
-class _TaggedParser(ToolParser):
-    """Calls with arguments between tags. Strings are emitted while they arrive, other values when they are complete."""
-
-    def __init__(
-        self,
-        call: Tagged,
-        format: ToolFormat,
-        schemas: Schemas,
-        hidden: Collection[str],
-        limit: int | None,
-        is_required: bool,
-    ) -> None:
-        self._tags = call
-        before, _, after = call.around
-        opens, closes, closing = (call.open,), units(call.close), units(after, format.block[2])
-        begins = tuple(filter(is_tag, (*format.markers, *units(before))))
-        every = (*opens, *closes, *begins, *closing, *units(call.between))
-        line, *_ = call.between.strip().split("\n")
-        both = zip(line, call.between_json or line, strict=False)
-        self._key_end = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
-        self._open = tags(opens, others=every)
-        self._value_tags = tags(tuple(filter(is_tag, units(call.between))), others=every)
-        key_end = self._value_tags.whole.pattern if is_tag(line) else r"[\"']?[ \t]*>"
-        if call.between_json:
-            key_end = r"[\"'](?:[ \t]*>|[ \t]+string\b)"
-        self._key = re.compile(rf"(?:(?!{key_end})[^\n<])*", re.IGNORECASE)
-        self._keeps_line = not call.close.startswith("\n")
-        self._ends = tags(closes, opens, closing, others=every, lead="\n")
-        self._nexts = tags(closes, (*opens, *begins), others=every, lead="\n")
-        ends = self._ends.whole.pattern
-        self._end_or_quote = re.compile(f'"|{ends}', re.IGNORECASE)
-        self._end_in_string = re.compile(rf'"|\\.|{ends}|\n', re.DOTALL | re.IGNORECASE)
-        self._trusts_strings = True
-        """No value of this answer has had a JSON string that is not closed."""
-        self._left: set[str] = set()
-        """The properties that the current call has no argument for; empty if its schema names none."""
-        self._names: list[str] = []
-        super().__init__(format, schemas, hidden, limit, is_required)
-
-    def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
-        schema, is_out = self._schemas[name], False
-        self._names = property_names(schema)
-        self._left = {*self._names}
-        while True:
-            try:
-                key = yield from self._next_key()
-            except TextCutOff:
-                rest = self._text.strip()
-                if not is_out or self._open.half.match(rest) or self._left & {*schema.get("required", ())}:
-                    raise
-                key = None
-            if key is None:
-                break
-            is_text = yield from self._read_between(key)
-            types = property_types(schema, key)
-            if is_text is not None:
-                types = TEXT if is_text else types - TEXT or types
-            if not is_out:
-                self._begin(name, call_id)
-            self._show_arguments(f"{', ' if is_out else '{'}{json.dumps(key, ensure_ascii=False)}: ")
-            is_out = True
-            self._left.discard(key)
-            if types == TEXT:
-                yield from self._text_value(self._ends, self._nexts)
-            else:
-                yield from self._typed_value(types)
-        if not is_out:  # only a tag says that this is a call
-            begin = self._pos
-            yield from self._peek()
-            for pattern in (self._call_ends, self._block_ends, self._begins):
-                if (yield from self._take_tag(pattern)):
-                    break
-            else:
-                raise MalformedText
-            self._pos = begin
-        self._end_arguments(name, call_id, is_out)
-
-    def _next_key(self) -> Steps[str | None]:
-        """Read an opening tag and the key, if another argument follows. The tag may be missing before a property."""
-        yield from self._skip(self._strays)
-        begin = self._pos
-        if (yield from self._skip(self._open)):
-            yield from self._peek()
-            return (yield from self._argument_name())
-        yield from self._peek()
-        if is_tag(self._key_end):
-            for key in sorted(self._left, key=len, reverse=True):
-                if (yield from self._take(key)):
-                    if (yield from self._skip(self._value_tags)):
-                        self._pos = begin
-                        yield from self._expect(key)
-                        return key
-                    break
-        self._pos = begin
-        return None
-
-    def _argument_name(self) -> Steps[str]:
-        """Read a key: one of the properties whose names contain the end of a key, or any other."""
-        for key in sorted((key for key in self._names if not self._key.fullmatch(key)), reverse=True):
-            if (yield from self._take(key + self._key_end)):
-                self._pos -= len(self._key_end)
-                return key
-        key = yield from self._match(self._key)
-        return key if key in self._names else key.strip(" \t\"'")
-
-    def _read_between(self, key: str) -> Steps[bool | None]:
-        """Read the text between key and value, and repetitions of the tags before it; returns whether the value is
-        text, if it says so."""
-        is_text = yield from self._read_key_end()
-        while True:
-            begin = self._pos
-            if not (yield from self._skip(self._open)):
-                break
-            yield from self._peek()
-            if not (yield from self._take(key)):
-                break
-            is_text = yield from self._read_key_end()
-        self._pos = begin
-        if self._tags.between.endswith("\n"):
-            yield from self._take("\n")
-        self._drop()
-        return is_text
-
-    def _read_key_end(self) -> Steps[bool | None]:
-        if is_tag(self._key_end):
-            begin = self._pos
-            if not (yield from self._skip(self._value_tags)):
-                raise MalformedText
-            if self._pos == begin:
-                raise MalformedText
-            return None
-        while (found := _ATTRIBUTE_END.match(self._text, self._pos)) is None:
-            if len(self._text) - self._pos > _MAX_ATTRIBUTE:
-                raise MalformedText
-            yield from self._more()
-        self._pos = found.end()
-        return None if found[1] is None else found[1].lower() == "true"
-
-    def _closed(self, found: re.Match[str]) -> tuple[int, int]:
-        return found.start() + (self._keeps_line and found[0].startswith("\n")), found.end()
-
-    def _is_argument(self, at: int) -> Steps[bool]:
-        begin, self._pos = self._pos, at
-        try:
-            yield from self._peek()
-            key = yield from self._argument_name()
-            is_free = not self._names and _NAME.fullmatch(key) is not None
-            if key not in self._left and not is_free:
-                return False
-            yield from self._read_key_end()
-        except TextCutOff:
-            raise
-        except MalformedText:
-            return False
-        finally:
-            self._pos = begin
-        return True
-
-    def _typed_value(self, types: frozenset[str]) -> Steps[None]:
-        """Emit a value as JSON. A closing tag inside of a JSON string does not end it, unless the string is not closed:
-        it contains a line break, or the value is no JSON up to the next tag outside of strings, or the text ends.
-
-        The text is read once; once more only after the first such string, as no others are looked for then.
-        """
-        reads_strings = self._trusts_strings and (yield from self._peek()) in "{["
-        self._pos = 0
-        in_string = False
-        inside: re.Match[str] | None = None  # the first tag inside of a string
-        span: tuple[int, int] | None = None
-        while span is None:
-            half = None
-            if not self._ended:
-                half = self._ends.half.search(self._text, max(self._pos, len(self._text) - self._ends.longest))
-            end = half.start() if half else len(self._text)
-            pattern = self._ends.whole
-            if reads_strings:
-                pattern = self._end_in_string if in_string else self._end_or_quote
-            found = pattern.search(self._text, self._pos)
-            if found is None or found.start() >= end:
-                if self._ended and inside is not None:
-                    break
-                self._pos = end - (in_string and self._text.endswith("\\", self._pos, end))
-                yield from self._more()
-                continue
-            self._pos = found.end()
-            if found[0] == '"':
-                in_string = not in_string
-            elif found[0] == "\n":
-                reads_strings = in_string = False
-                if inside is not None:
-                    break
-            elif in_string:
-                inside = inside or (None if found[0].startswith("\\") or found.lastindex == _OPENS else found)
-            else:
-                span = yield from self._value_end(found, self._nexts)
-        if inside is not None and (span is None or not reads_strings or not _is_json(self._text[: span[0]])):
-            span, self._trusts_strings = (yield from self._value_end(inside, self._nexts)), False
-        assert span is not None
-        end, self._pos = span
-        self._show_arguments(json_of(self._text[:end], types))
-        self._drop()
-
-
-class _QuotedParser(ToolParser):
-    """Calls with arguments that are like JSON, but for the quotes of strings, and keys without quotes. Strings are
-    emitted while they arrive, other values when they are complete."""
-
-    def __init__(
-        self,
-        quote: str,
-        format: ToolFormat,
-        schemas: Schemas,
-        hidden: Collection[str],
-        limit: int | None,
-        is_required: bool,
-    ) -> None:
-        closing = units(format.block[2])
-        every = (quote, *closing, *format.markers)
-        self._quotes = tags((quote,), others=every)
-        self._ends = tags((quote,), (), closing, others=every, lead="}")
-        self._nexts = tags((quote,), format.markers, others=every, lead="}")
-        self._unquoted = re.compile(rf"(?:(?!{self._quotes.whole.pattern}).)*", re.DOTALL | re.IGNORECASE)
-        super().__init__(format, schemas, hidden, limit, is_required)
-
-    def _closed(self, found: re.Match[str]) -> tuple[int, int]:
-        return found.start() + found[0].startswith("}"), found.end()
-
-    def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
-        """Read the arguments and the braces around them."""
-        yield from self._expect("{")
-        schema, closers, is_out, is_first = self._schemas[name], ["}"], False, True
-        names = property_names(schema)
-        while (first := (yield from self._peek())) != "}" or len(closers) > 1:
-            if first == closers[-1]:
-                self._pos += 1
-                self._show_arguments(closers.pop())
-                self._drop()
-                is_first = False
-                continue
-            before, types = "", ANY_TYPE
-            if not is_first:
-                yield from self._expect(",")
-                before = ", "
-            if closers[-1] == "}":
-                key = yield from self._key(names if len(closers) == 1 else ())
-                types = property_types(schema, key) if len(closers) == 1 else ANY_TYPE
-                before += f"{json.dumps(key, ensure_ascii=False)}: "
-            if not is_out:
-                self._begin(name, call_id)
-            self._show_arguments(before if is_out else "{" + before)
-            is_out, is_first = True, False
-            self._drop()
-            opener = yield from self._peek()
-            if opener in CLOSERS:
-                self._pos += 1
-                closers.append(CLOSERS[opener])
-                self._show_arguments(opener)
-                self._drop()
-                is_first = True
-            elif (yield from self._opens_string()):
-                self._drop()
-                yield from self._text_value(self._ends, self._nexts)
-                yield from self._skip(self._quotes)
-            else:
-                text = yield from self._match(_BARE_VALUE)
-                said = self._quotes.whole.sub("", text).strip()
-                if not said or "<" in said:
-                    raise MalformedText
-                self._show_arguments(json_of(said, TEXT if said != text.strip() else types - TEXT or types))
-                self._drop()
-        self._end_arguments(name, call_id, is_out)
-
-    def _opens_string(self) -> Steps[bool]:
-        """Read the quote before a string, and its repetition unless that ends an empty string."""
-        if not (yield from self._take_tag(self._quotes)):
-            return False
-        begin = self._pos
-        yield from self._peek()
-        if not (yield from self._take_tag(self._quotes)) or (yield from self._peek()) in ",}]<":
-            self._pos = begin
-        return True
-
-    def _key(self, names: Collection[str]) -> Steps[str]:
-        """Read a key, which may be in quotes, and the colon. `names` may contain the character that ends other keys."""
-        yield from self._peek()
-        if (yield from self._skip(self._quotes)):
-            key = yield from self._match(self._unquoted)
-            yield from self._skip(self._quotes)
-            yield from self._expect(":")
-            return key.strip()
-        for key in sorted((name for name in names if not _BARE_KEY.fullmatch(name)), reverse=True):
-            if (yield from self._take(f"{key}:")):
-                return key
-        key = (yield from self._match(_BARE_KEY)).strip()
-        yield from self._expect(":")
-        return key
-
-
-def _is_json(text: str) -> bool:
-    try:
-        decoded(text)
-    except MalformedText:
-        return False
-    return True
 
 
 def _arguments_in(text: str) -> str:

@@ -69,7 +69,7 @@ def tags_of(format: str) -> re.Pattern[str]:
 def words_of(format: str) -> frozenset[str]:
     """Words of the tags that are in no value of a transcript."""
     tags = {tag for text in _strings(TOOL_FORMATS[format]) for tag in _TAG.findall(text)}
-    return frozenset(word for tag in tags for word in re.findall(r"[^\W_▁]+", tag.lower()) if len(word) > 4)
+    return frozenset(word for tag in tags for word in re.findall(r"[^\W_▁]+", tag.lower()) if len(word) > 3)
 
 
 @cache
@@ -89,22 +89,27 @@ def sources() -> dict[str, list[tuple[str, str, Calls]]]:
     return found
 
 
-def is_name_last(text: str) -> bool:
-    """Whether a text ends with the name of a function."""
-    return text.rstrip().endswith(tuple(SCHEMAS))
-
-
 def mutated(format: str, generator: random.Random) -> Mutation:
-    """Change one tag of a transcript, or cut the transcript."""
+    """Change one or two tags of a transcript, or cut the transcript."""
     text, content, calls = generator.choice(sources()[format])
     kind = generator.choice(KINDS)
     if kind == "text cut":
         return Mutation(format, kind, text[: generator.randrange(len(text))], content, calls, False)
-    tags = [*tags_of(format).finditer(text)]
-    at = generator.randrange(len(tags))
-    found = tags[at]
+    text, is_readable = changed(format, text, kind, generator)
+    if generator.random() < 0.3 and tags_of(format).search(text):
+        second = generator.choice(KINDS[:-1])
+        text, is_still_readable = changed(format, text, second, generator)
+        kind = f"{kind}, {second}"
+        is_hidden = any(each in kind for each in ("missing", "cut"))
+        is_readable = is_readable and is_still_readable and not is_hidden
+    return Mutation(format, kind, text, content, calls, is_readable)
+
+
+def changed(format: str, text: str, kind: str, generator: random.Random) -> tuple[str, bool]:
+    """Change one tag of a text, and say whether all calls in it can still be seen."""
+    found = generator.choice([*tags_of(format).finditer(text)])
     tag, before, behind = found[0], text[: found.start()], text[found.end() :]
-    names = "=" in tag
+    has_name = "=" in tag
     written = {
         "missing": "",
         "doubled": tag + tag,
@@ -114,20 +119,19 @@ def mutated(format: str, generator: random.Random) -> Mutation:
         "line before": f"\n{tag}",
         "space behind": f"{tag} ",
         "line behind": f"{tag}\n",
-        "upper case": tag if names else tag.upper(),
-        "title case": tag if names else tag.title(),
+        "upper case": tag if has_name else tag.upper(),
+        "title case": tag if has_name else tag.title(),
         "cut": tag[:-1],
     }[kind]
-    is_hidden = kind in ("missing", "cut")
-    is_readable = not is_hidden or not names
-    if kind == "missing" and isinstance(TOOL_FORMATS[format].call, JsonObject | Python | Quoted) and before:
-        is_readable = False  # of a call in the middle of a text, only its marker says that it is one
-    if kind == "cut" and re.match(r"[\w/\[({ ]", behind) and not tag[:-1].endswith("|"):
-        is_readable = False  # the tag and what follows are one word
-    is_one_word = re.search(r"\w$", before) and re.match(r"\w", behind)
-    if kind == "missing" and (is_one_word or is_name_last(before + behind)):
-        is_readable = False  # a name and what follows are one word, or the name may go on
-    return Mutation(format, kind, before + written + behind, content, calls, is_readable)
+    changed = before + written + behind
+    if kind == "missing":
+        is_marked = not isinstance(TOOL_FORMATS[format].call, JsonObject | Python | Quoted) or not before
+        is_one_word = re.search(r"\w$", before) and re.match(r"\w", behind)
+        may_go_on = changed.rstrip().endswith(tuple(SCHEMAS))  # the name of a function at the end
+        return changed, bool(is_marked and not has_name and not is_one_word and not may_go_on)
+    if kind == "cut":  # the tag and what follows may be one word
+        return changed, not has_name and (written.endswith("|") or not re.match(r"[\w/\[({ ]", behind))
+    return changed, True
 
 
 def read(format: str, chunks: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:

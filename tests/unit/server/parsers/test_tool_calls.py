@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from quire.server.parsers.argument_types import TEXT, property_types
 from quire.server.parsers.events import Content, Event, ToolCall
-from quire.server.parsers.output_parser import OutputFormat
+from quire.server.parsers.output_parser import OutputFormat, tool_parser
 from quire.server.parsers.tags import Tags
-from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Tagged
 from tests.unit.server.parsers.samples import SCHEMAS, TWO_CALLS, cut, joined
 

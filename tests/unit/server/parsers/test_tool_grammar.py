@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.parsers.argument_types import ANY_TYPE, property_types
+from quire.server.parsers.output_parser import tool_parser
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
-from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
 from quire.server.text.structured_outputs import _checked_grammar
