@@ -98,3 +98,20 @@ async def test_calls_go_through_the_sdk_and_back(
                     assert delta.function is not None
                     streamed += delta.function.arguments or ""
             assert json.loads(streamed) == arguments
+
+
+async def test_a_required_call_that_is_cut_in_its_header_leaves_no_content(
+    config: EngineConfig, core_mode: Callable[[str], None], tmp_path: Path
+) -> None:
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template("qwen3_coder"))
+    config = replace(config, model=replace(config.model, path=tmp_path, tokenizer=tmp_path))
+    parameters: Any = {"type": "object", "properties": {}}
+    tools: Any = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+    header = "<tool_call>\n<function=no"
+    async with run_server(config) as server:
+        for choice, content in (("required", None), ("auto", header)):
+            answer = await server.openai.chat.completions.create(
+                model="echo", messages=[{"role": "user", "content": header}], tools=tools, tool_choice=choice
+            )
+            assert (answer.choices[0].message.content or None, answer.choices[0].message.tool_calls) == (content, None)
