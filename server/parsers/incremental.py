@@ -48,6 +48,8 @@ class IncrementalParser(ABC):
         self._pos = 0
         self._ended = False
         self._events: list[Event] = []
+        self._last_character = ""
+        """The last one that has been emitted as text."""
         self._steps = self._run()
         next(self._steps)
 
@@ -75,6 +77,7 @@ class IncrementalParser(ABC):
         """Emit the first characters of the text."""
         if length:
             self._events.append(kind(self._text[:length]))
+            self._last_character = self._text[length - 1]
             self._text = self._text[length:]
 
     def _more(self) -> Steps[None]:

@@ -107,8 +107,8 @@ class ToolParser(IncrementalParser):
                 begin, end = found.start(), found.end()
                 if found.lastindex == _NAME_END:
                     name = _CALLED.search(self._text, max(0, begin - _MAX_HEAD), begin)
-                    is_known = name is not None and name[1] in self._schemas
-                    begin = name.start() if name is not None and is_known else begin
+                    if name is not None and name[1] in self._schemas and self._begins_word(name.start()):
+                        begin = name.start()
                 if found.lastindex == _HIDDEN:
                     self._emit_text(begin)
                     self._text = self._text[end - begin :]
@@ -130,13 +130,17 @@ class ToolParser(IncrementalParser):
         half = self._marker.half.search(self._text, max(0, len(self._text) - self._marker.longest))
         end = half.start() if half else len(self._text)
         word = self._name_ends and _LAST_WORD.search(self._text, max(0, end - _MAX_HEAD), end)
-        if not word:
+        if not word or not self._begins_word(word.start()):
             return end
         name, colon, digits = word[1].removeprefix("functions.").partition(":")
         if colon or word[2] or end < len(self._text):
             return word.start() if name in self._schemas and (digits or "0").isdecimal() else end
         is_half = any(known.startswith(name) for known in self._schemas) or "functions.".startswith(word[1])
         return word.start() if is_half else end
+
+    def _begins_word(self, at: int) -> bool:
+        """Whether the word at `at` is not the rest of one whose beginning has been emitted."""
+        return at > 0 or _LAST_WORD.match(self._last_character) is None
 
     def _try_block(self, behind_marker: int) -> Steps[bool]:
         """Read a block, whose marker ends at `behind_marker`. If it is invalid, its marker is content."""
@@ -167,7 +171,7 @@ class ToolParser(IncrementalParser):
             is_marked = is_marked or any(len(tag) > 1 for tag in begins)
             first = yield from self._peek()
             if first == "{" and isinstance(self._format.call, JsonObject | Json):
-                yield from self._object(is_strict=bool(self._format.bare) or not is_marked)
+                yield from self._object(is_marked)
             else:
                 yield from self._named(is_marked or bool(begins))
             self._is_open, self._is_closing, is_marked = False, True, True
@@ -206,8 +210,9 @@ class ToolParser(IncrementalParser):
         self._pos = tag.end()
         return tag[0]
 
-    def _object(self, is_strict: bool) -> Steps[None]:
-        """Read a call that is a JSON object, with its keys in any order. `is_strict`: it may as well be an answer."""
+    def _object(self, is_marked: bool) -> Steps[None]:
+        """Read a call that is a JSON object, with its keys in any order. If it is not marked, it may be an answer."""
+        is_strict = bool(self._format.bare) or not is_marked
         yield from self._expect("{")
         name = arguments = None
         is_out = False
@@ -232,6 +237,8 @@ class ToolParser(IncrementalParser):
                 break
         if name is None or not ((yield from self._take("}")) or arguments is not None):
             raise MalformedText
+        if arguments is None and not (is_marked or self._format.bare):
+            raise MalformedText
         if not is_out:
             self._begin(name)
             self._show_arguments(arguments or "{}")
@@ -241,7 +248,9 @@ class ToolParser(IncrementalParser):
         if isinstance(self._format.call, JsonObject):
             raise MalformedText
         name, call_id = yield from self._name()
-        yield from self._skip(self._betweens)
+        between = yield from self._skip(self._betweens)
+        if not (is_marked or any(map(is_tag, between)) or isinstance(self._format.call, Tagged)):
+            raise MalformedText
         while self._has_attribute and (yield from self._repeats(name)):
             pass
         yield from self._named_arguments(name, call_id)
