@@ -103,7 +103,8 @@ class ToolParser(IncrementalParser):
     def _content_up_to_a_block(self) -> Steps[bool]:
         """Emit content; returns whether an opening marker was found, and stops after it."""
         while True:
-            if found := self._marker.whole.search(self._text):
+            found, held = self._marker.whole.search(self._text), len(self._text) if self._ended else self._content_end()
+            if found is not None and found.start() <= held:  # unless it is inside of a marker that has begun
                 begin, end = found.start(), found.end()
                 if found.lastindex == _NAME_END:
                     name = _CALLED.search(self._text, max(0, begin - _MAX_HEAD), begin)
@@ -119,10 +120,9 @@ class ToolParser(IncrementalParser):
                 return True
             if self._ended:
                 half = self._marker.half.search(self._text) if self._is_required else None
-                self._emit_text(half.start() if half else len(self._text))
+                self._emit_text(half.start() if half else held)
                 return False
-            end = self._content_end()
-            self._emit_text(end - space_before(self._text, end))
+            self._emit_text(held - space_before(self._text, held))
             yield
 
     def _content_end(self) -> int:

@@ -284,6 +284,14 @@ def test_hidden_markers_vanish_where_they_open_no_call() -> None:
             assert joined(events)[0] == text.replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
 
 
+@pytest.mark.parametrize("format", TWO_CALLS)
+def test_a_hidden_marker_inside_of_a_tag_is_a_part_of_it(format: str) -> None:
+    parser = tool_parser(TOOL_FORMATS[format], SCHEMAS, hidden=TOOL_FORMATS[format].all_markers)
+    events = [event for character in TWO_CALLS[format] for event in parser.feed(character)] + parser.finish()
+    content, _, calls = joined(events)
+    assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ("", BOTH)
+
+
 ALL_MARKERS = [marker for format in TOOL_FORMATS.values() for marker in format.all_markers]
 pieces = st.lists(
     st.one_of(
