@@ -1,9 +1,9 @@
 """Parses the tool calls in a model's text, in the formats of `tool_formats`.
 
 Text that is not a call remains content: text that only starts like a call, calls that are cut off before their
-arguments, calls of functions that were not offered. Once a call has been streamed, it is not taken back: if its text
-ends or becomes invalid, its arguments end there, deliberately incomplete (so a client that parses them notices), and
-the text after it is content again.
+arguments (unless a call is required), calls of functions that were not offered. Once a call has been streamed, it is
+not taken back: if its text ends or becomes invalid, its arguments end there, deliberately incomplete (so a client that
+parses them notices), and the text after it is content again.
 """
 
 from __future__ import annotations
