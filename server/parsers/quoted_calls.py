@@ -28,7 +28,7 @@ class QuotedParser(ToolParser):
         closing = units(format.block[2])
         every = (quote, *closing, *format.markers)
         self._quotes = tags((quote,), others=every)
-        self._ends = tags((quote,), (), closing, others=every, lead="}")
+        self._ends = tags((quote,), format.markers, closing, others=every, lead="}")
         self._nexts = tags((quote,), format.markers, others=every, lead="}")
         self._unquoted = re.compile(rf"(?:(?!{self._quotes.whole.pattern}).)*", re.DOTALL | re.IGNORECASE)
         super().__init__(format, schemas, hidden, limit, is_required)

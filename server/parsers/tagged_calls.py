@@ -44,7 +44,7 @@ class TaggedParser(ToolParser):
             key_end = r"[\"'](?:[ \t]*>|[ \t]+string\b)"
         self._key = re.compile(rf"(?:(?!{key_end})[^\n<])*", re.IGNORECASE)
         self._keeps_line = not call.close.startswith("\n")
-        self._ends = tags(closes, opens, closing, others=every, lead="\n")
+        self._ends = tags(closes, opens, (*closing, *begins), others=every, lead="\n")
         self._nexts = tags(closes, (*opens, *begins), others=every, lead="\n")
         ends = self._ends.whole.pattern
         self._end_or_quote = re.compile(f'"|{ends}', re.IGNORECASE)

