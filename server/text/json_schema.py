@@ -18,6 +18,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from quire.engine.scheduler.grammar import JSON_OPTIONS
+from quire.server.text.schemas.references import subschemas, with_pointers
+from quire.server.text.schemas.rewriting import rewritten
 
 MAX_SCHEMA_BYTES = 256 * 1024
 """Maximum size of a JSON schema, and of a grammar, in bytes."""
@@ -33,27 +35,13 @@ _ENFORCED = {
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
 }
 _REJECTED = {
-    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "uniqueItems"),
-    *("unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies"),
-    *("$dynamicRef", "$recursiveRef", "$id", "divisibleBy", "disallow", "extends", "x-guidance"),
+    *("dependencies", "$dynamicRef", "$recursiveRef", "$id", "divisibleBy", "disallow", "extends", "x-guidance"),
 }
 """Constraints that cannot be enforced, keywords that could change the meaning of a reference, and llguidance's own
-options. Other keywords constrain nothing.
+options. Keywords that are neither enforced nor rewritten constrain nothing.
 """
-_VACUOUS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (True, {})),
-    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
-    "propertyNames": (True, {}, {"type": "string"}),
-    "uniqueItems": (False,),
-    "not": (False,),
-}
-"""Values with which constraints that cannot be enforced allow everything."""
-_COMPANIONS = {
-    **dict.fromkeys(("then", "else"), ("if",)),
-    **dict.fromkeys(("minContains", "maxContains"), ("contains",)),
-    "if": ("then", "else"),
-}
-"""Keywords that only have an effect together with one of these."""
+MAX_ADDED_SCHEMAS = 4096
+"""Schemas that rewriting may add to those of a schema, which takes some tens of milliseconds."""
 _REJECTED_FORMATS = {
     *("idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer"),
     *("uri-reference", "uri-template"),
@@ -109,7 +97,7 @@ class _SchemaWalk:
     """One pass over a schema and its references, in time linear in the schema's size."""
 
     def __init__(self, root: dict[str, Any]) -> None:
-        self._root = {key: value for key, value in root.items() if key not in _AT_THE_ROOT}
+        self._root = {key: value for key, value in with_pointers(root).items() if key not in _AT_THE_ROOT}
         self._targets: dict[str, Any] = {}
         """The rewritten targets of references, by name."""
         self._names: dict[str, str] = {"#": "#"}
@@ -117,13 +105,22 @@ class _SchemaWalk:
         """Names of the targets by identity, since a target has several possible pointers."""
         self._pending: deque[tuple[str, Any, str]] = deque()
         """Name, schema and path of the targets to rewrite."""
+        self._left = MAX_ADDED_SCHEMAS + 2 * _number_of_schemas(self._root)
+        """How many more schemas may be visited."""
+        self._rewriting = "$ref", ""
+        """The keyword that is being replaced, and its path."""
         self._namesakes: Counter[str] = Counter()
 
     def result(self) -> dict[str, Any]:
-        checked: dict[str, Any] = self._schema(self._root, "")
-        while self._pending:
-            name, target, path = self._pending.popleft()
-            self._targets[name] = self._schema(target, path)
+        try:
+            checked = self._schema(self._root, "")
+            while self._pending:
+                name, target, path = self._pending.popleft()
+                self._targets[name] = self._schema(target, path)
+        except RecursionError:
+            raise self._error(*self._rewriting, "needs endless alternatives in the grammar") from None
+        if not isinstance(checked, dict):
+            checked = {} if checked else {"anyOf": []}
         if self._targets:
             checked["$defs"] = self._targets
         if not self._is_finite(checked):
@@ -135,11 +132,18 @@ class _SchemaWalk:
             return schema
         if not isinstance(schema, dict):
             raise ValueError(f"the schema at {path or '/'} is not an object")
-        schema = {keyword: value for keyword, value in schema.items() if not _is_vacuous(keyword, value, schema)}
+        self._left -= 1
+        if self._left < 0:
+            raise self._error(*self._rewriting, "needs too many alternatives in the grammar")
+
+        def drop(keyword: str, error: ValueError) -> None:
+            raise self._error(keyword, path, str(error)) from None
+
+        schema, parts = rewritten(schema, self._resolved, drop)
         result: dict[str, Any] = {}
         for keyword, value in schema.items():
             here = f"{path}/{keyword}"
-            if keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
+            if keyword in _LISTS:
                 if not isinstance(value, list):
                     raise self._error(keyword, path, "must be a list")
                 result[keyword] = [self._schema(each, f"{here}/{at}") for at, each in enumerate(value)]
@@ -147,7 +151,7 @@ class _SchemaWalk:
                 if not isinstance(value, dict):
                     raise self._error(keyword, path, "must be an object")
                 result[keyword] = {name: self._schema(each, f"{here}/{name}") for name, each in value.items()}
-            elif keyword in _ONE:
+            elif keyword in _ONE and not isinstance(value, list):
                 result[keyword] = self._schema(value, here)
             elif keyword == "$ref":
                 result[keyword] = self._reference(value, path)
@@ -160,9 +164,22 @@ class _SchemaWalk:
             elif isinstance(value, str) and _SURROGATE.search(value):
                 raise self._error(keyword, path, "contains an unpaired surrogate")
         self._check(schema, path)
+        more = [self._replacement(keyword, part, path) for keyword, found in parts.items() for part in found]
         if (format := FORMATS.get(result.pop("format", ""))) is not None:
-            result["allOf"] = [*result.get("allOf", ()), format]
+            more.append(format)
+        if more:
+            result["allOf"] = [*result.get("allOf", ()), *more]
         return result
+
+    def _replacement(self, keyword: str, part: Any, path: str) -> Any:
+        """Return a schema that replaces this keyword as it is enforced, with a comment for errors about it."""
+        self._rewriting = keyword, path
+        here = f"{path}/{keyword}"
+        if isinstance(part, dict) and part.keys() == {"anyOf"}:
+            checked: Any = {"anyOf": [self._schema(each, f"{here}/{at}") for at, each in enumerate(part["anyOf"])]}
+        else:
+            checked = self._schema(part, here)
+        return {"$comment": f"{keyword} (at {path or '/'})", **checked} if isinstance(checked, dict) else checked
 
     def _check(self, schema: dict[str, Any], path: str) -> None:
         """Reject keywords that llguidance would enforce only partially."""
@@ -186,26 +203,14 @@ class _SchemaWalk:
                 )
         if "prefixItems" in schema and ("additionalItems" in schema or isinstance(schema.get("items"), list)):
             raise self._error("prefixItems", path, "cannot be combined with additionalItems or a list of items")
-        least, required = schema.get("minProperties", 0), schema.get("required", ())
-        if isinstance(least, int) and isinstance(required, list | tuple) and least > len(set(map(str, required))) + 1:
-            raise self._error(
-                "minProperties",
-                path,
-                "must be at most one more than the number of required properties, since keys may repeat",
-            )
 
     def _reference(self, reference: Any, path: str) -> str:
         """Resolve a reference inside the schema once, and return its new name."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise self._error("$ref", path, 'must be "#" or point into this schema as "#/…"')
-        if reference not in self._names:
-            target: Any = self._root
-            for part in unquote(reference[2:]).split("/"):
-                part = part.replace("~1", "/").replace("~0", "~")
-                try:
-                    target = target[int(part) if isinstance(target, list) else part]
-                except (LookupError, TypeError, ValueError):
-                    raise self._error("$ref", path, f"points to nothing: {reference}") from None
+        if not isinstance(reference, str) or reference not in self._names:
+            try:
+                target = self._resolved(reference)
+            except ValueError as error:
+                raise self._error("$ref", path, str(error)) from None
             if (name := self._by_target.get(id(target))) is None:
                 name = self._new_name(re.sub(r"\W", "_", reference.rpartition("/")[2]) or "_")
                 self._by_target[id(target)] = name
@@ -213,6 +218,19 @@ class _SchemaWalk:
                 self._pending.append((name, target, reference[1:]))
             self._names[reference] = f"#/$defs/{name}"
         return self._names[reference]
+
+    def _resolved(self, reference: Any) -> Any:
+        """Return the schema to which a reference points, as it was given; raises ValueError."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            raise ValueError('must be "#" or point into this schema as "#/…"')
+        target: Any = self._root
+        for part in unquote(reference[2:]).split("/") if reference != "#" else ():
+            part = part.replace("~1", "/").replace("~0", "~")
+            try:
+                target = target[int(part) if isinstance(target, list) else part]
+            except (LookupError, TypeError, ValueError):
+                raise ValueError(f"points to nothing: {reference}") from None
+        return target
 
     def _new_name(self, wanted: str) -> str:
         """Return an unused target name."""
@@ -316,13 +334,12 @@ def keywords(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any], str]
             yield path, schema, keyword
 
 
-def _is_vacuous(keyword: str, value: Any, schema: dict[str, Any]) -> bool:
-    """Return whether a keyword of a schema constrains nothing, because of its value or without another keyword."""
-    if keyword in ("contains", "minContains") and schema.get("minContains") == 0 and schema.get("maxContains") is None:
-        return True
-    if keyword in _COMPANIONS and all(schema.get(name) is None for name in _COMPANIONS[keyword]):
-        return True
-    return value in _VACUOUS.get(keyword, ()) or (value is None and keyword != "const")
+def _number_of_schemas(root: dict[str, Any]) -> int:
+    number, pending = 0, [root]
+    while pending:
+        number += 1
+        pending += (each for _, each in subschemas(pending.pop(), ()) if isinstance(each, dict))
+    return number
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -1,0 +1,108 @@
+"""What the rewriting of JSON Schemas shares."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Schema = dict[str, Any]
+Resolve = Callable[[str], Any]
+"""Returns the schema to which a reference points; raises ValueError."""
+
+MAX_ALTERNATIVES = 256
+"""Maximum number of alternatives that replace one keyword."""
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+
+
+def types_of(schema: Schema) -> set[str]:
+    """Return the names of the types that a schema's `type` allows; all without `type`."""
+    named = schema.get("type", list(TYPES))
+    return set(named) if isinstance(named, list) else {named}
+
+
+def for_type(schema: Schema, name: str, choices: Sequence[Any]) -> list[Any]:
+    """Return the schemas that hold if values of this type satisfy one of the choices, as far as `schema` allows."""
+    allowed = types_of(schema)
+    if name not in allowed:
+        return []
+    check_number(len(choices))
+    others = [each for each in TYPES if each != name and (each in allowed or (each == "number" and "integer" in allowed))]
+    return [{"anyOf": [*({"type": name, **choice} for choice in choices), *([{"type": others}] if others else [])]}]
+
+
+def check_number(count: int) -> None:
+    """Raise ValueError if there are too many alternatives."""
+    if count > MAX_ALTERNATIVES:
+        raise ValueError(f"needs {count} alternatives in the grammar, more than {MAX_ALTERNATIVES}")
+
+
+def subsets(names: Iterable[str], size: int) -> list[tuple[str, ...]]:
+    """Return the subsets of this size; raises ValueError if there are too many."""
+    found = list(itertools.islice(itertools.combinations(names, size), MAX_ALTERNATIVES + 1))
+    if len(found) > MAX_ALTERNATIVES:
+        raise ValueError(f"needs more than {MAX_ALTERNATIVES} alternatives in the grammar")
+    return found
+
+
+def canonical(value: Any) -> str:
+    """Return a text that is the same for values that JSON Schema takes for equal."""
+
+    def plain(part: Any) -> Any:
+        match part:
+            case dict():
+                return {key: plain(each) for key, each in part.items()}
+            case list():
+                return [plain(each) for each in part]
+            case float() if part.is_integer():
+                return int(part)
+        return part
+
+    return json.dumps(plain(value), sort_keys=True)
+
+
+def type_of(value: Any) -> str:
+    """Return the name of a value's type, "integer" if it is integral."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def strings(value: Any) -> list[str]:
+    """Return the strings of a list; raises ValueError if it is none, or contains others."""
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ValueError("must be a list of strings")
+    return value
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Return an object; raises ValueError if it is none."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    return value
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a list; raises ValueError if it is none."""
+    if not isinstance(value, list):
+        raise ValueError("must be a list")
+    return value
+
+
+def count(value: Any) -> int:
+    """Return a number of items or properties; raises ValueError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("must be a non-negative integer")
+    return value

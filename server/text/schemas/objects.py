@@ -1,0 +1,140 @@
+"""`propertyNames`, `minProperties` and `maxProperties`.
+
+A grammar does not remember the names of additional properties, so one name may come twice. Only properties with a name
+in the schema, and the first additional one, count for `minProperties`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.server.text.schemas.common import (
+    MAX_ALTERNATIVES,
+    Resolve,
+    Schema,
+    count,
+    for_type,
+    listed,
+    mapping,
+    strings,
+    subsets,
+)
+
+
+def property_names(schema: Schema, resolve: Resolve) -> list[Any]:
+    """Names as `properties`, and patterns of names as `patternProperties`."""
+    return for_type(schema, "object", [{"allOf": _parts(schema["propertyNames"], resolve)}])
+
+
+def _parts(names: Any, resolve: Resolve, depth: int = 0) -> list[Any]:
+    """Return what objects satisfy if their properties have such names."""
+    if depth > 8:
+        raise ValueError("refers to itself")
+    if isinstance(names, bool):
+        return [] if names else [{"maxProperties": 0}]
+    parts: list[Any] = []
+    for keyword, value in mapping(names).items():
+        match keyword:
+            case "$ref":
+                parts += _parts(resolve(value), resolve, depth + 1)
+            case "allOf":
+                for each in listed(value):
+                    parts += _parts(each, resolve, depth + 1)
+            case "type":
+                if "string" not in (value if isinstance(value, list) else [value]):
+                    parts.append({"maxProperties": 0})
+            case "const" | "enum":
+                allowed = [each for each in ([value] if keyword == "const" else listed(value)) if isinstance(each, str)]
+                parts.append({"properties": dict.fromkeys(allowed, True), "additionalProperties": False})
+            case "pattern":
+                parts.append({"patternProperties": {value: True}, "additionalProperties": False})
+            case "minLength" | "maxLength" if keyword == "minLength" or "minLength" not in names:
+                least, most = count(names.get("minLength", 0)), names.get("maxLength")
+                pattern = rf"^[\s\S]{{{least},{'' if most is None else count(most)}}}$"
+                parts.append({"patternProperties": {pattern: True}, "additionalProperties": False})
+            case "not" if isinstance(value, dict) and len(value) == 1 and "pattern" in value:
+                parts.append({"patternProperties": {value["pattern"]: False}})
+            case "not" if isinstance(value, dict) and len(value) == 1 and value.keys() <= {"const", "enum"}:
+                found = listed(value.get("enum", [value.get("const")]))
+                parts.append({"properties": {each: False for each in found if isinstance(each, str)}})
+            case "anyOf" | "oneOf" | "not" | "if" | "format" | "contentSchema" | "$dynamicRef":
+                raise ValueError(f"contains {keyword}, which cannot be enforced for names")
+    return parts
+
+
+def max_properties(schema: Schema, resolve: Resolve) -> list[Any] | None:
+    """Each choice of properties that may be present, without the others; None if the keyword can stay."""
+    most = count(schema["maxProperties"])
+    required, optional, is_closed = _names(schema)
+    if not optional:
+        return None
+    room = most - len(required)
+    if room < 0:
+        return for_type(schema, "object", [{"maxProperties": most}])
+    if is_closed:
+        if room >= len(optional):
+            return []
+        return for_type(
+            schema,
+            "object",
+            [{"properties": dict.fromkeys(_without(optional, chosen), False)} for chosen in subsets(optional, room)],
+        )
+    chosen_sets = [chosen for size in range(min(room, len(optional)) + 1) for chosen in subsets(optional, size)]
+    return for_type(
+        schema,
+        "object",
+        [
+            {
+                "required": [*required, *chosen],
+                "properties": dict.fromkeys(_without(optional, chosen), False),
+                "maxProperties": most,
+            }
+            for chosen in chosen_sets
+        ],
+    )
+
+
+def min_properties(schema: Schema, resolve: Resolve) -> list[Any] | None:
+    """Each choice of properties that makes up the number; None if the keyword can stay.
+
+    Loses objects that need two additional properties for the number.
+    """
+    least = count(schema["minProperties"])
+    required, optional, is_closed = _names(schema)
+    missing = least - len(required)
+    if missing <= 0:
+        return []
+    if missing > len(optional) + (not is_closed):
+        if is_closed:
+            return for_type(schema, "object", [])
+        raise ValueError(
+            "must be at most one more than the number of named properties, since the names of others may repeat"
+        )
+    if not optional:
+        return None
+    choices: list[Any] = [{"required": list(chosen)} for chosen in subsets(optional, missing)]
+    if not is_closed:
+        choices += [
+            {
+                "required": [*required, *chosen],
+                "properties": dict.fromkeys(_without(optional, chosen), False),
+                "minProperties": least,
+            }
+            for chosen in subsets(optional, missing - 1)
+        ]
+    return for_type(schema, "object", choices)
+
+
+def _names(schema: Schema) -> tuple[list[str], list[str], bool]:
+    """Return the required and the optional names of an object, and whether there are no others."""
+    required = list(dict.fromkeys(strings(schema.get("required", []))))
+    properties = mapping(schema.get("properties", {}))
+    optional = [name for name, each in properties.items() if name not in required and each is not False]
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if len(optional) > MAX_ALTERNATIVES:
+        raise ValueError(f"has more than {MAX_ALTERNATIVES} optional properties to choose from")
+    return required, optional, is_closed
+
+
+def _without(names: list[str], chosen: tuple[str, ...]) -> list[str]:
+    return [name for name in names if name not in chosen]
