@@ -163,7 +163,11 @@ def main() -> None:
                 if allowed and not test["valid"]:
                     wrong.append(about)
                 elif test["valid"] and not allowed:
-                    reason = "a format, which the suite only annotates" if name < "format 99" and name.startswith("format ") else _reason(test["data"])
+                    reason = (
+                        "a format, which the suite only annotates"
+                        if name < "format 99" and name.startswith("format ")
+                        else _reason(test["data"])
+                    )
                     reasons[reason] += 1
                     listed.append(f"rejected {reason[:20]:21} {about}")
     figures = {

@@ -35,6 +35,8 @@ class HttpRequestRecord:
     prompt_characters: int = 0
     """Maximum length of `prompts`; 0: they are not wanted."""
     prompts: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """About parts of the request that have no effect, for the client."""
 
     def add(self, num_prompt_tokens: int, num_cached_tokens: int, times: RequestTimes) -> None:
         """Add a sequence that has ended. The tokens of a prompt count once, however many choices it has."""

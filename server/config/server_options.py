@@ -68,6 +68,11 @@ class ChatOptions:
         "keep lines such as x-anthropic-billing-header: … at the start of system prompts; by default they are removed, "
         "as Claude Code sends a new one with each request, which would defeat prefix caching",
     )
+    structured_outputs_fallback: Literal["refuse", "warn"] = flag(
+        "refuse",
+        "a JSON schema with a keyword that cannot be enforced is refused, or enforced without it, with an "
+        "X-Quire-Warning header in the response",
+    )
     tool_call_parser: Literal[
         "auto",
         "none",

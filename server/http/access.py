@@ -26,6 +26,9 @@ from quire.server.http.errors import reason_of_status
 SCOPE_RECORD = "quire.record"
 """Key in an ASGI scope: the `HttpRequestRecord`."""
 _ID = b"x-request-id"
+_WARNING = b"x-quire-warning"
+_MAX_WARNING = 1024
+"""Characters of that header."""
 _MAX_ID = 128
 """Characters of an id in the log."""
 _RANDOM = random.Random()
@@ -105,7 +108,9 @@ class Recorder:
 
 
 class AccessMiddleware:
-    """Adds an `X-Request-Id` to every response, the client's or a new one, and counts and logs requests."""
+    """Adds an `X-Request-Id` to every response, the client's or a new one, and an `X-Quire-Warning` to those with
+    warnings; counts and logs requests.
+    """
 
     def __init__(
         self,
@@ -152,6 +157,9 @@ class AccessMiddleware:
                 record.status = record.status or message["status"]
                 if not any(name == _ID for name, _ in message["headers"]):
                     message = {**message, "headers": [*message["headers"], header]}
+                if record.warnings:
+                    text = ascii("; ".join(record.warnings))[1:-1][:_MAX_WARNING]
+                    message = {**message, "headers": [*message["headers"], (_WARNING, text.encode())]}
             elif not message.get("more_body", False):
                 is_whole = True
             return send(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from quire.server.config.server_options import ChatOptions
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
@@ -26,6 +26,8 @@ class ChatFormats:
     """Whether to reject request fields that would be ignored."""
     keep_billing_header: bool = False
     """Whether the prompt shows the pseudo-headers of Claude Code."""
+    structured_outputs_fallback: Literal["refuse", "warn"] = "refuse"
+    """Whether to leave out unsupported keywords of JSON schemas, with a warning."""
 
     @staticmethod
     def of(options: ChatOptions) -> ChatFormats:

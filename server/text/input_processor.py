@@ -36,7 +36,7 @@ from quire.server.text.inputs import (
 from quire.server.text.json_schema import checked_schema
 from quire.server.text.pooling_processor import PoolingProcessor
 from quire.server.text.prompt_tokenizer import PromptTokenizer, run_in_thread, truncated
-from quire.server.text.structured_outputs import SizeCheck, StructuredOutputCheck, about
+from quire.server.text.structured_outputs import SizeCheck, StructuredOutputCheck, about, new_dropped, warn
 from quire.server.text.template_renderer import LocalRenderer, TemplateRenderer
 from quire.server.text.tokenizer import Tokenizer
 from quire.server.text.tools import ToolUse
@@ -92,7 +92,8 @@ class InputProcessor:
         self._keeps_billing_header = formats.keep_billing_header
         self.ignored: set[str] = set()
         """The fields of requests that had no effect so far, without indices."""
-        self._structured = structured or StructuredOutputCheck(model)
+        self._fallback = formats.structured_outputs_fallback
+        self._structured = structured or StructuredOutputCheck(model, self._fallback)
         self._eos = model.eos_token_ids
         self._vocab_size = model.architecture.vocab_size
         self._max_logprobs = self._vocab_size if model.max_logprobs < 0 else min(model.max_logprobs, self._vocab_size)
@@ -266,7 +267,7 @@ class InputProcessor:
             for tool in use.tools:
                 if tool.strict or use.required:
                     with about("tools", f"tools: {tool.name}"):
-                        checked_schema(tool.parameters)
+                        checked_schema(tool.parameters, new_dropped(self._fallback))
             raise
 
     async def _validate(self, params: SamplingParams, names: ParamNames) -> SamplingParams:
@@ -405,7 +406,9 @@ class InputProcessor:
         assert output_format.tools is not None
         tools = use.tools
         if isinstance(output_format.tools.call, Tagged | Quoted):  # each property has a grammar of its own
-            tools = tuple(_checked(tool) if tool.strict or use.required else tool for tool in tools)
+            dropped = new_dropped(self._fallback)
+            tools = tuple(_checked(tool, dropped) if tool.strict or use.required else tool for tool in tools)
+            warn(dropped or (), "tools")
         grammar = tool_grammar(
             output_format.tools,
             tools,
@@ -486,10 +489,10 @@ def _variables(tokenizer: Tokenizer, formats: ChatFormats) -> dict[str, Any]:
     return {name: value for name, value in defaults.items() if value is not None} | tokenizer.special_tokens
 
 
-def _checked(tool: GrammarTool) -> GrammarTool:
+def _checked(tool: GrammarTool, dropped: list[str] | None) -> GrammarTool:
     """Return a tool whose schema is as it is enforced, with all references to definitions."""
     with about("tools", f"tools: {tool.name}"):
-        return replace(tool, parameters=checked_schema(tool.parameters))
+        return replace(tool, parameters=checked_schema(tool.parameters, dropped))
 
 
 def _schema_of(answer: StructuredOutputs, param: str) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from quire.engine.scheduler.grammar import JSON_OPTIONS
+from quire.server.text.schemas.common import Shared
 from quire.server.text.schemas.references import subschemas, with_pointers
 from quire.server.text.schemas.rewriting import rewritten
 
@@ -40,6 +41,8 @@ _REJECTED = {
 """Constraints that cannot be enforced, keywords that could change the meaning of a reference, and llguidance's own
 options. Keywords that are neither enforced nor rewritten constrain nothing.
 """
+_MAX_PATH = 200
+"""Characters of a path in an error."""
 MAX_ADDED_SCHEMAS = 4096
 """Schemas that rewriting may add to those of a schema, which takes some tens of milliseconds."""
 _REJECTED_FORMATS = {
@@ -74,10 +77,11 @@ _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def checked_schema(schema: Any) -> dict[str, Any]:
+def checked_schema(schema: Any, dropped: list[str] | None = None) -> dict[str, Any]:
     """Return a JSON schema (an object or text) as it is enforced; also used for `%json` in a grammar.
 
-    Raises ValueError for a schema that is too large or cannot be enforced.
+    Raises ValueError for a schema that is too large or cannot be enforced. With `dropped`, keywords that are not
+    supported are left out, and errors about them are appended to it.
     """
     if isinstance(schema, str):
         try:
@@ -89,20 +93,22 @@ def checked_schema(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema must be an object, not {type(schema).__name__}")
     check_schema_size(schema)
-    checked = _SchemaWalk(schema).result()
+    checked = _SchemaWalk(schema, dropped).result()
     return {"x-guidance": JSON_OPTIONS, **checked}
 
 
 class _SchemaWalk:
     """One pass over a schema and its references, in time linear in the schema's size."""
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: dict[str, Any], dropped: list[str] | None) -> None:
+        self._dropped = dropped
         self._root = {key: value for key, value in with_pointers(root).items() if key not in _AT_THE_ROOT}
         self._targets: dict[str, Any] = {}
         """The rewritten targets of references, by name."""
         self._names: dict[str, str] = {"#": "#"}
         self._by_target: dict[int, str] = {}
         """Names of the targets by identity, since a target has several possible pointers."""
+        self._shared: dict[Shared, str] = {}
         self._pending: deque[tuple[str, Any, str]] = deque()
         """Name, schema and path of the targets to rewrite."""
         self._left = MAX_ADDED_SCHEMAS + 2 * _number_of_schemas(self._root)
@@ -136,10 +142,7 @@ class _SchemaWalk:
         if self._left < 0:
             raise self._error(*self._rewriting, "needs too many alternatives in the grammar")
 
-        def drop(keyword: str, error: ValueError) -> None:
-            raise self._error(keyword, path, str(error)) from None
-
-        schema, parts = rewritten(schema, self._resolved, drop)
+        schema, parts = rewritten(schema, self._resolved, lambda name, error: self._drop(name, path, str(error)))
         result: dict[str, Any] = {}
         for keyword, value in schema.items():
             here = f"{path}/{keyword}"
@@ -160,31 +163,33 @@ class _SchemaWalk:
                     raise self._error(keyword, path, "has an integer of more than 64 bits")
                 result[keyword] = value
             elif keyword in _REJECTED:
-                raise self._error(keyword, path, "is not supported")
+                self._drop(keyword, path, "is not supported")
             elif isinstance(value, str) and _SURROGATE.search(value):
                 raise self._error(keyword, path, "contains an unpaired surrogate")
         self._check(schema, path)
         more = [self._replacement(keyword, part, path) for keyword, found in parts.items() for part in found]
-        if (format := FORMATS.get(result.pop("format", ""))) is not None:
-            more.append(format)
+        if (format := _format(result.pop("format", ""))) is not None:
+            more.append({"$comment": f"{path}/format", **format})
         if more:
             result["allOf"] = [*result.get("allOf", ()), *more]
         return result
 
     def _replacement(self, keyword: str, part: Any, path: str) -> Any:
-        """Return a schema that replaces this keyword as it is enforced, with a comment for errors about it."""
+        """Return a schema that replaces this keyword as it is enforced, with its path as a comment, for errors about it."""
         self._rewriting = keyword, path
         here = f"{path}/{keyword}"
         if isinstance(part, dict) and part.keys() == {"anyOf"}:
             checked: Any = {"anyOf": [self._schema(each, f"{here}/{at}") for at, each in enumerate(part["anyOf"])]}
         else:
             checked = self._schema(part, here)
-        return {"$comment": f"{keyword} (at {path or '/'})", **checked} if isinstance(checked, dict) else checked
+        if checked is False:
+            checked = {"anyOf": []}
+        return {"$comment": here, **checked} if isinstance(checked, dict) else checked
 
     def _check(self, schema: dict[str, Any], path: str) -> None:
         """Reject keywords that llguidance would enforce only partially."""
         if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] in _REJECTED_FORMATS):
-            raise self._error("format", path, f"must be one of {', '.join(FORMATS)}, not {schema['format']!r}")
+            self._drop("format", path, f"must be one of {', '.join(FORMATS)}, not {schema['format']!r}")
         literals = {keyword: list(_leaves(schema[keyword])) for keyword in _NUMBERS if keyword in schema}
         for keyword, values in (*literals.items(), ("properties", schema.get("properties", ()))):
             if not all(map(_is_exact, values)):
@@ -206,6 +211,12 @@ class _SchemaWalk:
 
     def _reference(self, reference: Any, path: str) -> str:
         """Resolve a reference inside the schema once, and return its new name."""
+        if isinstance(reference, Shared):
+            if reference not in self._shared:
+                self._shared[reference] = name = self._new_name("shared")
+                self._targets[name] = True
+                self._pending.append((name, reference.schema, path))
+            return f"#/$defs/{self._shared[reference]}"
         if not isinstance(reference, str) or reference not in self._names:
             try:
                 target = self._resolved(reference)
@@ -221,6 +232,8 @@ class _SchemaWalk:
 
     def _resolved(self, reference: Any) -> Any:
         """Return the schema to which a reference points, as it was given; raises ValueError."""
+        if isinstance(reference, Shared):
+            return reference.schema
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise ValueError('must be "#" or point into this schema as "#/…"')
         target: Any = self._root
@@ -295,7 +308,15 @@ class _SchemaWalk:
                 yield [rest]
         yield from ([each] for each in schema.get("allOf", ()))
 
+    def _drop(self, keyword: str, path: str, problem: str) -> None:
+        """Leave out a keyword that is not supported if that is wanted; otherwise raise ValueError about it."""
+        error = self._error(keyword, path, problem)
+        if self._dropped is None:
+            raise error
+        self._dropped.append(str(error))
+
     def _error(self, keyword: str, path: str, problem: str) -> ValueError:
+        path = path if len(path) <= _MAX_PATH else f"{path[:_MAX_PATH]}…"
         return ValueError(f"the schema's {keyword} (at {path or '/'}) {problem}; it cannot be enforced")
 
 
@@ -316,22 +337,37 @@ def check_schema_size(schema: Any) -> None:
         raise ValueError(f"the schema has more than {MAX_SCHEMA_BYTES} bytes")
 
 
-def keywords(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield path, holder and name of every keyword, innermost first."""
+def keywords(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield every keyword of a checked schema, innermost first: how errors call it, its holder, and its name. What
+    replaces a keyword is called like that.
+    """
     if not isinstance(schema, dict):
         return
+    path = schema.get("$comment", path)
     for keyword, value in list(schema.items()):
+        here = path if "$comment" in schema and keyword == "anyOf" else f"{path}/{keyword}"
         if keyword in _MAPS or keyword == "$defs":
             for name, each in list(value.items()):
-                yield from keywords(each, f"{path}/{keyword}/{name}")
-        elif isinstance(value, list) and (keyword in _LISTS or keyword == "items"):
+                yield from keywords(each, f"{here}/{name}")
+        elif keyword in _LISTS:
             for number, each in enumerate(value):
-                yield from keywords(each, f"{path}/{keyword}/{number}")
+                yield from keywords(each, f"{here}/{number}")
         elif keyword in _ONE:
-            yield from keywords(value, f"{path}/{keyword}")
+            yield from keywords(value, here)
     for keyword in sorted(schema, key=lambda keyword: keyword == "type"):
         if keyword in _ENFORCED:
-            yield path, schema, keyword
+            at, _, name = path.rpartition("/") if "$comment" in schema else (path, "", keyword)
+            yield f"{name} (at {at or '/'})", schema, keyword
+
+
+def replaced(schema: dict[str, Any]) -> str:
+    """Return what errors call the keywords of a checked schema that alternatives replace, the first three of them."""
+    names = dict.fromkeys(name for name, holder, _ in keywords(schema) if "$comment" in holder)
+    return ", ".join([name for name in names if not name.startswith("format ")][:3])
+
+
+def _format(name: Any) -> dict[str, Any] | None:
+    return FORMATS.get(name) if isinstance(name, str) else None
 
 
 def _number_of_schemas(root: dict[str, Any]) -> int:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,8 +23,11 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.server.client.output_stream import EngineUnavailable
-from quire.server.text.json_schema import FORMATS, MAX_SCHEMA_BYTES, check_schema_size, checked_schema, keywords
+from quire.server.client.request_record import RECORD
+from quire.server.text.json_schema import MAX_SCHEMA_BYTES, check_schema_size, checked_schema, keywords, replaced
 from quire.server.text.sandbox import Sandbox, SandboxStopped
+
+logger = logging.getLogger(__name__)
 
 MAX_REGEX_LENGTH = 16 * 1024
 MAX_CHOICES = 10_000
@@ -36,7 +40,8 @@ _CACHE_SIZE = 64
 _SEARCH_SECONDS = 0.5
 """Time limit of the search for the invalid keyword, which leaves out keywords one by one."""
 
-_ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+_UNSATISFIABLE = "nsatisfiable schema"
+"""In llguidance's errors about schemas that no value matches."""
 _EXCERPT = re.compile(r"(?:\n *[0-9]+ \| .*(?:\n *\^)?)+\s*\Z")
 """The lines of the grammar that llguidance shows; they may be this server's own."""
 _PLACE = re.compile(r"^at [0-9]+\([0-9]+\): failed to compile JSON schema: ")
@@ -44,8 +49,20 @@ _LARK_OPTION = re.compile(r"^[?!]*[a-z_][\w-]*\[[^]\n]*?\b(temperature|stop)\s*=
 _INLINE_JSON = re.compile(r"%json\s*(?=\{)")
 
 
-Resolved = tuple[StructuredOutputs, str]
-"""The structured outputs for the engine, and the reason if they cannot be enforced."""
+Fallback = Literal["refuse", "warn"]
+"""What happens to a JSON schema with a keyword that cannot be enforced: it is refused, or the keyword is left out."""
+
+
+@dataclass
+class Resolved:
+    """Structured outputs that have been checked."""
+
+    outputs: StructuredOutputs
+    """For the engine."""
+    reason: str = ""
+    """Why they cannot be enforced."""
+    dropped: list[str] = field(default_factory=list)
+    """The keywords of schemas that are left out, with their paths and reasons."""
 
 
 @dataclass
@@ -59,9 +76,10 @@ class _CheckJob:
 class StructuredOutputCheck:
     """Checks structured outputs for one model, and caches the latest results, including errors."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, fallback: Fallback = "refuse") -> None:
         self.model = model
-        self._compiler = Sandbox(_compiler, model, COMPILE_SECONDS)
+        self._fallback = fallback
+        self._compiler = Sandbox(_compiler, (model, fallback), COMPILE_SECONDS)
         cores = len(os.sched_getaffinity(0))
         self._waiting = ThreadPoolExecutor(min(MAX_COMPILING, max(2, cores)), "structured")
         self._lock = threading.Lock()
@@ -77,7 +95,7 @@ class StructuredOutputCheck:
         """
         with about(param):
             encoded = _encoded(outputs)
-            return _enforceable(self._cached(encoded) or await self._resolve_shared(encoded))
+            return _enforceable(self._cached(encoded) or await self._resolve_shared(encoded), param)
 
     def resolve(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
         """Return the structured outputs for the engine, with schemas as they are enforced. Blocks: usually for
@@ -89,7 +107,7 @@ class StructuredOutputCheck:
         """
         with about(param):
             encoded = _encoded(outputs)
-            return _enforceable(self._cached(encoded) or self._resolved(encoded))
+            return _enforceable(self._cached(encoded) or self._resolved(encoded), param)
 
     def close(self) -> None:
         """Stop the compiling process."""
@@ -129,20 +147,28 @@ class StructuredOutputCheck:
     def _compiled(self, encoded: str) -> Resolved:
         outputs = _decoded(encoded)
         _check_sizes(outputs)
+        dropped = new_dropped(self._fallback)
         if outputs.json is not None:
-            outputs.json = checked_schema(outputs.json)
+            outputs.json = checked_schema(outputs.json, dropped)
         if outputs.grammar is not None:
-            outputs.grammar = _checked_grammar(outputs.grammar)
+            outputs.grammar = _checked_grammar(outputs.grammar, dropped)
         try:
-            return outputs, self._compiler.ask(_encoded(outputs).encode()).decode()
+            answer = self._compiler.ask(_encoded(outputs).encode())
         except SandboxStopped:
             what, hint = "it", ""
             if outputs.json is not None:
                 what, hint = "the schema", ": patterns and lengths combined by allOf are expensive"
+                if names := replaced(outputs.json):
+                    hint += f", and {names} need alternatives, which multiply"
             took = f"takes more than {COMPILE_SECONDS:g} s to compile, or too much memory"
-            return outputs, f"{what} {took}; simplify it{hint}"
+            return Resolved(outputs, f"{what} {took}; simplify it{hint}")
         except OSError as error:
             raise EngineUnavailable(f"structured outputs cannot be checked now: {error}") from None
+        if not answer:
+            return Resolved(outputs, dropped=dropped or [])
+        problem = json.loads(answer)
+        outputs.json = problem["json"]
+        return Resolved(outputs, problem["reason"], [*(dropped or ()), *problem["dropped"]])
 
 
 class SizeCheck:
@@ -176,12 +202,26 @@ def about(param: str, place: str = "") -> Iterator[None]:
         raise InvalidParameter(f"{place or param}: {error}", param) from None
 
 
-def _enforceable(resolved: Resolved) -> StructuredOutputs:
+def _enforceable(resolved: Resolved, param: str) -> StructuredOutputs:
     """Return the structured outputs for the engine; raises ValueError if they cannot be enforced."""
-    outputs, reason = resolved
-    if reason:
-        raise ValueError(reason)
-    return outputs
+    if resolved.reason:
+        raise ValueError(resolved.reason)
+    warn(resolved.dropped, param)
+    return resolved.outputs
+
+
+def new_dropped(fallback: Fallback) -> list[str] | None:
+    """Return the `dropped` of `checked_schema`."""
+    return [] if fallback == "warn" else None
+
+
+def warn(dropped: Sequence[str], param: str) -> None:
+    """Tell the client of the current request that parts of this parameter are not enforced; without one, log it."""
+    warnings = [f"{param}: {each}" for each in dropped]
+    if (record := RECORD.get()) is not None:
+        record.warnings += warnings
+    elif warnings:
+        logger.warning("not enforced: %s", ascii("; ".join(warnings))[1:-1])
 
 
 def _encoded(outputs: StructuredOutputs) -> str:
@@ -193,29 +233,46 @@ def _decoded(encoded: str | bytes) -> StructuredOutputs:
     return msgspec.convert(json.loads(encoded), StructuredOutputs)
 
 
-def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
-    """Make the sandbox's function, which returns why an output cannot be enforced, or nothing."""
+def _compiler(argument: tuple[ModelConfig, Fallback]) -> Callable[[bytes], bytes]:
+    """Make the sandbox's function. It returns nothing for outputs that can be enforced, else the reason as JSON; with
+    the fallback "warn" a schema that can, and what it leaves out.
+    """
+    model, fallback = argument
     grammars = GrammarCompiler(model)
     grammars.error(StructuredOutputs(regex="a"))  # loads the vocabulary
 
-    def problem(question: bytes) -> bytes:
+    def answer(question: bytes) -> bytes:
         outputs = _decoded(question)
+        dropped: list[str] = []
         reason = grammars.error(outputs)
-        if reason is None:
+        while reason is not None:
+            found = _find_unsupported_keyword(outputs.json, grammars) if isinstance(outputs.json, dict) else None
+            reason = _explained(reason, outputs.json, None if found is None else found[0])
+            if found is None or fallback != "warn" or _UNSATISFIABLE in reason:
+                break
+            _, holder, keyword = found
+            dropped.append(reason)
+            del holder[keyword]
+            reason = grammars.error(outputs)
+        if reason is None and not dropped:
             return b""
-        keyword = None if outputs.json is None else _find_unsupported_keyword(outputs.json, grammars)
-        at = f"the schema's {keyword}: " if keyword else ""
-        reason = _PLACE.sub("", _EXCERPT.sub("", reason))
-        reason = at + reason.replace(_ONE_OF, "several alternatives may match at once; use anyOf")
-        return reason.encode(errors="replace")
+        return json.dumps({"reason": reason or "", "json": outputs.json, "dropped": dropped}).encode()
 
-    return problem
+    return answer
 
 
-def _find_unsupported_keyword(schema: Any, grammars: GrammarCompiler) -> str | None:
-    """Find the innermost keyword without which the schema could be enforced."""
+def _explained(reason: str, schema: Any, name: str | None) -> str:
+    """Return llguidance's error without the grammar that it shows, about the keyword of this name, if it is known."""
+    name = name or (replaced(schema) if isinstance(schema, dict) else "")
+    return (f"the schema's {name}: " if name else "") + _PLACE.sub("", _EXCERPT.sub("", reason))
+
+
+def _find_unsupported_keyword(
+    schema: dict[str, Any], grammars: GrammarCompiler
+) -> tuple[str, dict[str, Any], str] | None:
+    """Find the innermost keyword without which the schema could be enforced, as `keywords` yields it."""
     deadline = time.monotonic() + _SEARCH_SECONDS
-    for path, holder, keyword in keywords(schema, ""):
+    for name, holder, keyword in keywords(schema):
         if time.monotonic() > deadline:
             break
         items = list(holder.items())
@@ -223,15 +280,13 @@ def _find_unsupported_keyword(schema: Any, grammars: GrammarCompiler) -> str | N
         good = grammars.error(StructuredOutputs(json=schema)) is None
         holder.clear()
         holder.update(items)
-        if good and holder in FORMATS.values():
-            return f"format (at {path.rpartition('/allOf/')[0] or '/'})"
         if good:
-            return f"{keyword} (at {path or '/'})"
+            return name, holder, keyword
     return None
 
 
-def _checked_grammar(grammar: str) -> str:
-    """Return a grammar with its inline schemas checked and rewritten."""
+def _checked_grammar(grammar: str, dropped: list[str] | None) -> str:
+    """Return a grammar with its inline schemas checked and rewritten; `dropped`: as for `checked_schema`."""
     if option := _LARK_OPTION.search(grammar):
         raise ValueError(f"the grammar's option {option[1]}= is not supported")
     parts, end = [], 0
@@ -242,7 +297,7 @@ def _checked_grammar(grammar: str) -> str:
             schema, after = json.JSONDecoder().raw_decode(grammar, found.end())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the grammar's %json is not JSON: {error}") from None
-        parts += [grammar[end : found.end()], json.dumps(checked_schema(schema), ensure_ascii=False)]
+        parts += [grammar[end : found.end()], json.dumps(checked_schema(schema, dropped), ensure_ascii=False)]
         end = after
     return "".join((*parts, grammar[end:]))
 

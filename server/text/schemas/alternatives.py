@@ -6,9 +6,11 @@ from typing import Any
 
 from quire.server.text.schemas.common import MAX_ALTERNATIVES, Resolve, Schema, check_number, listed, mapping, strings
 from quire.server.text.schemas.disjoint import overlaps
+from quire.server.text.schemas.negation import negated
 
 _MAX_OVERLAPPING = 16
 """Alternatives of a `oneOf` of which each excludes the others by their negation."""
+_ANNOTATIONS = ("$comment", "title", "description")
 
 
 def one_of(schema: Schema, resolve: Resolve) -> list[Any]:
@@ -18,6 +20,11 @@ def one_of(schema: Schema, resolve: Resolve) -> list[Any]:
     overlapping = overlaps(options, others, resolve)
     if len(overlapping) > _MAX_OVERLAPPING:
         raise ValueError("has many alternatives of which several may match at once; use anyOf")
+    for at in overlapping:
+        try:
+            negated(options[at], resolve)
+        except ValueError as error:
+            raise ValueError(f"has several alternatives that may match at once, and one {error}; use anyOf") from None
     return [
         {
             "anyOf": [
@@ -32,15 +39,46 @@ def one_of(schema: Schema, resolve: Resolve) -> list[Any]:
 
 def conditional(schema: Schema, resolve: Resolve) -> list[Any]:
     """`if` with `then`, or its negation with `else`."""
-    condition = schema["if"]
-    return [
-        {
-            "anyOf": [
-                {"allOf": [condition, schema.get("then", True)]},
-                {"allOf": [{"not": condition}, schema.get("else", True)]},
-            ]
-        }
-    ]
+    return [_cases([schema])]
+
+
+def conditionals(schema: Schema, resolve: Resolve) -> list[Any] | None:
+    """Conditions in `allOf` that exclude each other have one alternative each, and one more where none holds; None if
+    there are none of this kind.
+    """
+    cases, others = [], []
+    for part in listed(schema["allOf"]):
+        is_case = isinstance(part, dict) and "if" in part and part.keys() <= {"if", "then", "else", *_ANNOTATIONS}
+        (cases if is_case else others).append(part)
+    siblings = {key: value for key, value in schema.items() if key != "allOf"}
+    if len(cases) < 2 or overlaps([case["if"] for case in cases], siblings, resolve):
+        return None
+    return [*others, _cases(cases)]
+
+
+def _cases(cases: list[Schema]) -> Schema:
+    """Return alternatives for conditions that exclude each other."""
+    conditions = [case["if"] for case in cases]
+    return {
+        "anyOf": [
+            *(
+                {
+                    "allOf": [
+                        case["if"],
+                        case.get("then", True),
+                        *(other["else"] for other in cases if other is not case and "else" in other),
+                    ]
+                }
+                for case in cases
+            ),
+            {
+                "allOf": [
+                    {"not": {"anyOf": conditions} if len(conditions) > 1 else conditions[0]},
+                    *(case["else"] for case in cases if "else" in case),
+                ]
+            },
+        ]
+    }
 
 
 def dependent_required(schema: Schema, resolve: Resolve) -> list[Any]:

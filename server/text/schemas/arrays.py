@@ -6,11 +6,23 @@ import itertools
 import math
 from typing import Any
 
-from quire.server.text.schemas.common import MAX_ALTERNATIVES, Resolve, Schema, canonical, count, for_type, listed, types_of
+from quire.server.text.schemas.common import (
+    Resolve,
+    Schema,
+    Shared,
+    canonical,
+    check_number,
+    count,
+    for_type,
+    listed,
+    types_of,
+)
 from quire.server.text.schemas.disjoint import are_disjoint, finite_values
 
 _MAX_PLACE = 16
 """Items at the beginning of a list among which `contains` must be satisfied, if the list has no maximum."""
+_MAX_CHOICES = 128
+"""Choices of places."""
 
 
 def contains(schema: Schema, resolve: Resolve) -> list[Any]:
@@ -27,24 +39,19 @@ def contains(schema: Schema, resolve: Resolve) -> list[Any]:
     if most is not None and most < least:
         return for_type(schema, "array", [])
     end = schema.get("maxItems")
+    numbers = [least] if most is None else range(least, most + 1)
+    places = max(numbers[-1], _MAX_PLACE if end is None else min(count(end), _MAX_PLACE))
+    while places > numbers[-1] and sum(math.comb(places, number) for number in numbers) > _MAX_CHOICES:
+        places -= 1
+    other: Any = True if most is None else {"$ref": Shared({"not": wanted})}
+    wanted = {"$ref": Shared(wanted)}
     choices: list[Any] = []
-    for number in [least] if most is None else range(least, most + 1):
-        places = _MAX_PLACE if end is None else min(count(end), _MAX_PLACE)
-        while places > number and math.comb(places, number) > MAX_ALTERNATIVES // 2:
-            places -= 1
-        choices += [
-            _with_matches(wanted, chosen, is_exact=most is not None)
-            for chosen in itertools.combinations(range(places), number)
-        ]
+    for number in numbers:
+        for chosen in itertools.combinations(range(places), number):
+            size = chosen[-1] + 1 if chosen else 0
+            first = {"prefixItems": [wanted if at in chosen else other for at in range(size)], "minItems": size}
+            choices.append({**(first if size else {}), **({} if most is None else {"items": other})})
     return for_type(schema, "array", choices)
-
-
-def _with_matches(wanted: Any, places: tuple[int, ...], *, is_exact: bool) -> Schema:
-    """Return lists with matching items at these places, and with others elsewhere if `is_exact`."""
-    other = {"not": wanted} if is_exact else True
-    size = places[-1] + 1 if places else 0
-    items = [wanted if at in places else other for at in range(size)]
-    return {"prefixItems": items, "minItems": size, "items": other} if items else {"items": other}
 
 
 def unique_items(schema: Schema, resolve: Resolve) -> list[Any]:
@@ -66,29 +73,28 @@ def unique_items(schema: Schema, resolve: Resolve) -> list[Any]:
     tail = None if rest is False else finite_values(rest, resolve)
     if None in values or (tail is None and rest is not False):
         raise ValueError("is only supported for items with a finite number of values, such as an enum")
-    choices: list[Schema] = []
-    level: list[list[Any]] = [[]]
     least = count(schema.get("minItems", 0))
-    while level and (end is None or len(level[0]) <= end):
+    level: list[list[Any]] = [[]]
+    choices: list[list[Any]] = []
+    while level:
         size = len(level[0])
-        if size >= least:
-            choices += [_constant_items(items) for items in level]
-        options = values[size] if size < len(values) else tail
-        if len(choices) + len(level) * len(options or ()) > 4 * MAX_ALTERNATIVES:
-            raise ValueError("needs too many alternatives: one for each order of the values")
-        level = [
+        options = [] if size == end else values[size] if size < len(values) else tail
+        longer = [
             [*items, each]
             for items in level
             for each in options or ()
-            if canonical(each) not in map(canonical, items)
+            if all(canonical(each) != canonical(other) for other in items)
         ]
-    return [{"anyOf": [*choices, {"type": ["null", "boolean", "number", "string", "object"]}]}]
+        check_number(len(longer))
+        choices += level if not longer else [items for items in level if not _begins_one(items, longer)]
+        level = longer
+    return for_type(schema, "array", [_constant_items(items, least) for items in choices if len(items) >= least])
 
 
-def _constant_items(items: list[Any]) -> Schema:
-    return {
-        "type": "array",
-        "prefixItems": [{"const": each} for each in items],
-        "minItems": len(items),
-        "maxItems": len(items),
-    }
+def _begins_one(items: list[Any], longer: list[list[Any]]) -> bool:
+    return any(each[:-1] == items for each in longer)
+
+
+def _constant_items(items: list[Any], least: int) -> Schema:
+    """Return the lists of at least so many of these items, from the first on."""
+    return {"prefixItems": [{"const": each} for each in items], "minItems": least, "maxItems": len(items)}

@@ -8,12 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Schema = dict[str, Any]
-Resolve = Callable[[str], Any]
-"""Returns the schema to which a reference points; raises ValueError."""
+Resolve = Callable[[Any], Any]
+"""Returns the schema to which a reference (text or `Shared`) points; raises ValueError."""
 
 MAX_ALTERNATIVES = 256
 """Maximum number of alternatives that replace one keyword."""
 TYPES = ("null", "boolean", "number", "string", "array", "object")
+
+
+class Shared:
+    """The value of a `$ref` to a schema that is used in several places, but has no name."""
+
+    def __init__(self, schema: Any) -> None:
+        self.schema = schema
 
 
 def types_of(schema: Schema) -> set[str]:
@@ -28,7 +35,9 @@ def for_type(schema: Schema, name: str, choices: Sequence[Any]) -> list[Any]:
     if name not in allowed:
         return []
     check_number(len(choices))
-    others = [each for each in TYPES if each != name and (each in allowed or (each == "number" and "integer" in allowed))]
+    others = [
+        each for each in TYPES if each != name and (each in allowed or (each == "number" and "integer" in allowed))
+    ]
     return [{"anyOf": [*({"type": name, **choice} for choice in choices), *([{"type": others}] if others else [])]}]
 
 

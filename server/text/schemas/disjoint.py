@@ -170,7 +170,7 @@ class _Comparison:
             facts.objects.append(schema)
         if schema.keys() & {"prefixItems", "items"}:
             facts.arrays.append(schema)
-        if isinstance(schema.get("$ref"), str):
+        if "$ref" in schema:
             _merge(facts, self.facts([self._resolve(schema["$ref"])], depth + 1))
         if isinstance(schema.get("allOf"), list):
             _merge(facts, self.facts(schema["allOf"], depth + 1))

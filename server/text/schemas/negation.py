@@ -1,7 +1,7 @@
 """The negation of a schema: alternatives, each of which violates one of its keywords.
 
-The negation of a subschema stays `{"not": …}`; it is rewritten where it stands. There is no grammar for numbers that are
-not integral, and for what does not match a pattern: the former are left out, the latter is an error.
+The negation of a subschema stays `{"not": …}`; it is rewritten where it stands. There is no grammar for numbers that
+are not integral, and for what does not match a pattern: the former are left out, the latter is an error.
 """
 
 from __future__ import annotations
@@ -219,6 +219,23 @@ def _contains(schema: Schema, resolve: Resolve) -> list[Any]:
     return found
 
 
+def _any_of(schema: Schema, resolve: Resolve) -> list[Any]:
+    """Negate all alternatives; at once, if all are constants, or each is about the same one property."""
+    options = listed(schema["anyOf"])
+    if options and all(isinstance(each, dict) for each in options):
+        if all(each.keys() <= {"const"} or each.keys() <= {"enum"} for each in options):
+            values = [value for each in options for value in listed(each.get("enum", [each.get("const")]))]
+            return _values({"enum": values}, resolve)
+        first = {key: value for key, value in options[0].items() if key != "properties"}
+        same = all({**each, "properties": None} == {**first, "properties": None} for each in options)
+        properties = [each.get("properties") for each in options]
+        if same and all(isinstance(each, dict) and len(each) == 1 for each in properties):
+            name = next(iter(properties[0]))
+            if all(name in each for each in properties):
+                return negated({**first, "properties": {name: {"anyOf": [each[name] for each in properties]}}}, resolve)
+    return [{"allOf": [{"not": each} for each in options]}]
+
+
 def _one_of(schema: Schema, resolve: Resolve) -> list[Any]:
     options = listed(schema["oneOf"])
     if len(options) > _MAX_PAIRED:
@@ -276,7 +293,7 @@ _NEGATIONS: dict[str, Callable[[Schema, Resolve], list[Any]]] = {
     "contains": _contains,
     "not": lambda schema, resolve: [schema["not"]],
     "allOf": lambda schema, resolve: [{"not": each} for each in listed(schema["allOf"])],
-    "anyOf": lambda schema, resolve: [{"allOf": [{"not": each} for each in listed(schema["anyOf"])]}],
+    "anyOf": _any_of,
     "oneOf": _one_of,
     "if": _conditional,
     "dependentRequired": _dependent_required,

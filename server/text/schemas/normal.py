@@ -29,8 +29,10 @@ _COMPANIONS = {
 
 
 def normalized(schema: Schema) -> Schema:
-    """Return a schema as draft 2020-12 writes it, without keywords that constrain nothing: integral floats as integers, exclusive bounds as numbers, `items`
-    as a list and `additionalItems` as `prefixItems` and `items`, `dependencies` as required ones and schemas.
+    """Return a schema as draft 2020-12 writes it, without keywords that constrain nothing.
+
+    Integral floats become integers, exclusive bounds numbers, `items` as a list and `additionalItems` become
+    `prefixItems` and `items`, and `dependencies` become `dependentRequired` and `dependentSchemas`.
     """
     result = {
         key: _integral(value) if key in _COUNTS else value

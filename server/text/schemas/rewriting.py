@@ -18,6 +18,7 @@ Rule = Callable[[Schema, Resolve], "list[Any] | None"]
 """Returns schemas that together replace a keyword of the schema, of which all must hold; None if it can stay."""
 
 _RULES: dict[str, Rule] = {
+    "allOf": alternatives.conditionals,
     "oneOf": alternatives.one_of,
     "if": alternatives.conditional,
     "dependentRequired": alternatives.dependent_required,

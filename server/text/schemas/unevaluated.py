@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.server.text.schemas.common import Resolve, Schema, check_number, count, listed, mapping
+from quire.server.text.schemas.common import Resolve, Schema, check_number, listed, mapping
+from quire.server.text.schemas.disjoint import overlaps
 from quire.server.text.schemas.normal import normalized
 
 _BRANCHING = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "allOf", "$ref")
@@ -108,15 +109,16 @@ def _branches(schema: Any, resolve: Resolve, depth: int) -> list[_Branch]:
         multiply(_branches(each, resolve, depth + 1))
     if "anyOf" in schema:
         options = listed(schema["anyOf"])
-        check_number(2 ** min(len(options), 16))
+        most = len(options) if overlaps(options, {}, resolve) else 1
+        check_number(2 ** min(len(options), 16) if most > 1 else len(options))
         multiply(
             way
-            for size in range(1, len(options) + 1)
+            for size in range(1, most + 1)
             for chosen in itertools.combinations(options, size)
             for way in _all([_branches(each, resolve, depth + 1) for each in chosen])
         )
     if "oneOf" in schema:
-        condition = _Branch([{"oneOf": schema["oneOf"]}])
+        condition = _Branch([{"oneOf": schema["oneOf"]}] if overlaps(listed(schema["oneOf"]), {}, resolve) else [])
         multiply(condition + way for each in listed(schema["oneOf"]) for way in _branches(each, resolve, depth + 1))
     if "if" in schema:
         then, otherwise = schema.get("then", True), schema.get("else", True)
