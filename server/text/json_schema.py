@@ -175,7 +175,7 @@ class _SchemaWalk:
         return result
 
     def _replacement(self, keyword: str, part: Any, path: str) -> Any:
-        """Return a schema that replaces this keyword as it is enforced, with its path as a comment, for errors about it."""
+        """Return a schema that replaces this keyword, as it is enforced. Its comment is the path, for errors."""
         self._rewriting = keyword, path
         here = f"{path}/{keyword}"
         if isinstance(part, dict) and part.keys() == {"anyOf"}:

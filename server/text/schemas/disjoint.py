@@ -1,4 +1,4 @@
-"""Decides whether no value can match two schemas, from their types, constants, bounds, required and closed properties."""
+"""Decides whether no value can match two schemas, from their types, constants, bounds and required properties."""
 
 from __future__ import annotations
 

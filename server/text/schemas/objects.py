@@ -21,6 +21,38 @@ from quire.server.text.schemas.common import (
 )
 
 
+_ANNOTATIONS = {"$comment", "title", "description", "default", "examples"}
+
+
+def with_finite_names(schema: Schema, resolve: Resolve) -> Schema:
+    """Return a schema whose `propertyNames` are `properties`, if they are enumerated."""
+    names = _finite_names(schema["propertyNames"], resolve)
+    if names is None or schema.get("patternProperties"):
+        return schema
+    given, rest = mapping(schema.get("properties", {})), schema.get("additionalProperties", True)
+    properties = {name: each if name in names else False for name, each in given.items()}
+    properties |= {name: rest for name in names if name not in given}
+    schema = {key: value for key, value in schema.items() if key not in ("properties", "propertyNames")}
+    return {**schema, "properties": properties, "additionalProperties": False}
+
+
+def _finite_names(names: Any, resolve: Resolve, depth: int = 0) -> list[str] | None:
+    """Return the names that a schema enumerates; None if it does not."""
+    if not isinstance(names, dict) or depth > 8:
+        return None
+    match {key: value for key, value in names.items() if key not in _ANNOTATIONS and (key, value) != ("type", "string")}:
+        case {"const": str(name), **rest} if not rest:
+            return [name]
+        case {"enum": list(values), **rest} if not rest:
+            return list(dict.fromkeys(each for each in values if isinstance(each, str)))
+        case {"$ref": reference, **rest} if not rest:
+            return _finite_names(resolve(reference), resolve, depth + 1)
+        case {"anyOf": list(options), **rest} if not rest:
+            found = [_finite_names(each, resolve, depth + 1) for each in options]
+            return None if None in found else list(dict.fromkeys(name for each in found for name in each or ()))
+    return None
+
+
 def property_names(schema: Schema, resolve: Resolve) -> list[Any]:
     """Names as `properties`, and patterns of names as `patternProperties`."""
     return for_type(schema, "object", [{"allOf": _parts(schema["propertyNames"], resolve)}])

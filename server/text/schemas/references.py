@@ -97,7 +97,7 @@ class _Index:
             if not rest:
                 result[str(keyword)] = self._replaced(each, place)
             else:
-                holder = inner.setdefault(str(keyword), type(schema[keyword])())  # type: ignore[index]
+                holder = inner.setdefault(str(keyword), type(schema[keyword])())
                 if isinstance(holder, list):
                     holder.append(self._replaced(each, place))
                 else:

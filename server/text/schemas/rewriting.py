@@ -17,6 +17,12 @@ from quire.server.text.schemas.normal import normalized
 Rule = Callable[[Schema, Resolve], "list[Any] | None"]
 """Returns schemas that together replace a keyword of the schema, of which all must hold; None if it can stay."""
 
+_REPLACED: dict[str, Callable[[Schema, Resolve], Schema]] = {
+    "unevaluatedProperties": unevaluated.properties,
+    "unevaluatedItems": unevaluated.items,
+    "propertyNames": objects.with_finite_names,
+}
+"""Functions that return a schema with other keywords."""
 _RULES: dict[str, Rule] = {
     "allOf": alternatives.conditionals,
     "oneOf": alternatives.one_of,
@@ -43,13 +49,10 @@ def rewritten(
     `drop` is called with a keyword that cannot be rewritten, and the reason; if it returns, the keyword is left out.
     """
     schema = normalized(schema)
-    for keyword, close in (
-        ("unevaluatedProperties", unevaluated.properties),
-        ("unevaluatedItems", unevaluated.items),
-    ):
+    for keyword, replace in _REPLACED.items():
         if keyword in schema:
             try:
-                schema = close(schema, resolve)
+                schema = replace(schema, resolve)
             except ValueError as error:
                 drop(keyword, error)
                 schema = {key: value for key, value in schema.items() if key != keyword}
