@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum, IntEnum
 from ipaddress import IPv4Address
-from typing import Annotated, Any, Literal, NamedTuple, Optional, Union
+from typing import Annotated, Any, Literal, NamedTuple
 from uuid import UUID
 
 from pydantic import (
@@ -54,7 +53,7 @@ class Lizard(BaseModel):
 
 
 class Owner(BaseModel):
-    pet: Union[Cat, Dog, Lizard] = Field(discriminator="pet_type")
+    pet: Cat | Dog | Lizard = Field(discriminator="pet_type")
     n: int
 
 
@@ -71,9 +70,7 @@ class WhiteCat(BaseModel):
 
 
 class Nested(BaseModel):
-    pet: Annotated[
-        Union[Annotated[Union[BlackCat, WhiteCat], Field(discriminator="color")], Dog], Field(discriminator="pet_type")
-    ]
+    pet: Annotated[Annotated[BlackCat | WhiteCat, Field(discriminator="color")] | Dog, Field(discriminator="pet_type")]
 
 
 class Pie(BaseModel):
@@ -83,7 +80,7 @@ class Pie(BaseModel):
 
 class Dessert(BaseModel):
     dessert: Annotated[
-        Union[Annotated[Pie, Tag("pie")], Annotated[str, Tag("name")]],
+        Annotated[Pie, Tag("pie")] | Annotated[str, Tag("name")],
         Discriminator(lambda value: "name" if isinstance(value, str) else "pie"),
     ]
 
@@ -130,7 +127,7 @@ class Everything(BaseModel):
     count: NonNegativeInt
     color: Color = Color.RED
     level: Level
-    maybe: Optional[int] = None
+    maybe: int | None = None
     either: int | str | None
     pair: tuple[int, str]
     many: tuple[int, ...]
@@ -152,12 +149,13 @@ class Everything(BaseModel):
     anything: Any
 
 
+MODES: tuple[Literal["validation", "serialization"], ...] = ("validation", "serialization")
 PYDANTIC: list[tuple[str, Any]] = [
     *((each.__name__, each) for each in (Owner, Nested, Dessert, Strict, Allowed, Tree, Everything)),
     ("RootModel", RootModel[list[Color]]),
-    ("union", Union[Cat, Dog, int, None]),
-    ("union of closed ones", Annotated[Union[Cat, Dog], Field(discriminator="pet_type")]),
-    ("dict of unions", dict[Literal["a", "b"], Annotated[Union[Cat, Dog], Field(discriminator="pet_type")]]),
+    ("union", Cat | Dog | int | None),
+    ("union of closed ones", Annotated[Cat | Dog, Field(discriminator="pet_type")]),
+    ("dict of unions", dict[Literal["a", "b"], Annotated[Cat | Dog, Field(discriminator="pet_type")]]),
 ]
 
 ZOD: dict[str, Any] = {
@@ -319,16 +317,23 @@ OPENAPI: dict[str, Any] = {
         "properties": {"home": {"$ref": "#address"}, "work": {"$ref": "/address"}},
         "$defs": {
             "a": {"$anchor": "address", "type": "string"},
-            "b": {"$id": "/address", "type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": True}},
+            "b": {
+                "$id": "/address",
+                "type": "object",
+                "properties": {"x": {"$ref": "#/$defs/x"}},
+                "$defs": {"x": True},
+            },
         },
     },
 }
 
 
-def documented_schemas() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a name and a schema."""
-    for name, kind in PYDANTIC:
-        for mode in ("validation", "serialization"):
-            yield f"pydantic: {name} ({mode})", TypeAdapter(kind).json_schema(mode=mode)  # type: ignore[arg-type]
-    yield from ((f"zod: {name}", schema) for name, schema in ZOD.items())
-    yield from ((f"OpenAPI: {name}", schema) for name, schema in OPENAPI.items())
+DOCUMENTED_SCHEMAS: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (f"pydantic: {name} ({mode})", TypeAdapter(kind).json_schema(mode=mode))
+        for name, kind in PYDANTIC
+        for mode in MODES
+    ),
+    *((f"zod: {name}", schema) for name, schema in ZOD.items()),
+    *((f"OpenAPI: {name}", schema) for name, schema in OPENAPI.items()),
+]

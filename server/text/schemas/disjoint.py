@@ -20,6 +20,8 @@ _ALL = frozenset(_ATOMS)
 _MAX_DEPTH = 12
 _MAX_STEPS = 50_000
 """Schemas that are read for one comparison, which takes tenths of a second."""
+_MAX_COMPARED = 90
+"""Alternatives that are compared in pairs."""
 _MAX_ITEMS = 8
 """Items of two arrays that are compared."""
 
@@ -51,6 +53,8 @@ def overlaps(options: Sequence[Any], siblings: Schema, resolve: Resolve) -> dict
     facts = [comparison.facts([option, siblings]) for option in options]
     found: dict[int, set[int]] = {}
     if not comparison.is_partition(facts):
+        if len(facts) > _MAX_COMPARED:
+            raise ValueError("has too many alternatives, and no constants tell them apart")
         for (one, left), (other, right) in itertools.combinations(enumerate(facts), 2):
             if not comparison.are_disjoint(left, right):
                 found.setdefault(one, set()).add(other)

@@ -20,7 +20,6 @@ from quire.server.text.schemas.common import (
     subsets,
 )
 
-
 _ANNOTATIONS = {"$comment", "title", "description", "default", "examples"}
 
 
@@ -40,7 +39,9 @@ def _finite_names(names: Any, resolve: Resolve, depth: int = 0) -> list[str] | N
     """Return the names that a schema enumerates; None if it does not."""
     if not isinstance(names, dict) or depth > 8:
         return None
-    match {key: value for key, value in names.items() if key not in _ANNOTATIONS and (key, value) != ("type", "string")}:
+    match {
+        key: value for key, value in names.items() if key not in _ANNOTATIONS and (key, value) != ("type", "string")
+    }:
         case {"const": str(name), **rest} if not rest:
             return [name]
         case {"enum": list(values), **rest} if not rest:

@@ -21,11 +21,13 @@ from quire import SamplingParams, StructuredOutputs
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError
+from quire.server.client.request_record import RECORD, HttpRequestRecord
 from quire.server.llm import AsyncLLM
 from quire.server.text import json_schema, structured_outputs
 from quire.server.text.structured_outputs import StructuredOutputCheck
 from tests.fakes.api_server import Server
 from tests.fakes.configs import TINY, engine_config
+from tests.fakes.documented_schemas import DOCUMENTED_SCHEMAS
 from tests.fakes.tokenizers import byte_level
 
 OBJECT: dict[str, Any] = {"type": "object"}
@@ -58,15 +60,8 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     *(
         ({keyword: value}, keyword)
         for keyword, value in {
-            "not": {"type": "null"},
+            "not": {"pattern": "a"},
             "uniqueItems": True,
-            "contains": {},
-            "unevaluatedItems": False,
-            "unevaluatedProperties": False,
-            "propertyNames": {"pattern": "a"},
-            "dependentRequired": {"a": ["b"]},
-            "dependentSchemas": {"a": False},
-            "dependencies": {"a": ["b"]},
             "$dynamicRef": "#a",
             "$recursiveRef": "#",
             "divisibleBy": 3,
@@ -75,12 +70,9 @@ UNSUPPORTED: list[tuple[Any, str]] = [
             "x-guidance": {"lenient": True},
         }.items()
     ),
-    ({"if": {}, "then": {"type": "null"}}, "if"),
-    ({"else": {"type": "null"}, "if": {}, "then": None}, "else"),
-    ({"contains": {}, "minContains": 0, "maxContains": 1}, "contains"),
-    ({"$schema": "http://json-schema.org/draft-04/schema#", "contains": {}}, "contains"),
-    ({"$defs": {"A": {"not": {}}}, "items": {"$ref": "#/$defs/A"}}, "not (at /$defs/A)"),
+    ({"$defs": {"A": {"not": {"pattern": "a"}}}, "items": {"$ref": "#/$defs/A"}}, "not (at /$defs/A)"),
     ({"properties": {"a/b": {"anyOf": [{}, {"uniqueItems": True}]}}}, "uniqueItems (at /properties/a/b/anyOf/1)"),
+    ({"oneOf": [{"type": "string", "pattern": "(?=a)"}, {"type": "null"}]}, "pattern (at /oneOf/0)"),
     ({"type": "string", "format": "regex"}, "format"),
     ({"type": "string", "format": "uri-reference"}, "format"),
     ({"format": ["date"]}, "format"),
@@ -88,7 +80,6 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({"$ref": "#anchor"}, "$ref"),
     ({"$ref": "#/$defs/none"}, "$ref"),
     ({"$ref": 5}, "$ref"),
-    ({"properties": {"a": {"$id": "b"}}}, "$id"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     ({"const": 2**53 + 1}, "const"),
     ({"const": {"a": [10**400]}}, "const"),
@@ -109,12 +100,15 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({**OBJECT, "patternProperties": {"[a--b]": {}}}, "patternProperties"),
     ({**OBJECT, "patternProperties": {"^a": {}, "b$": {}}}, "patternProperties"),
     ({**OBJECT, "minProperties": 2}, "minProperties"),
-    ({**OBJECT, "properties": {"a": {}}, "maxProperties": 2}, "maxProperties"),
+    ({"allOf": [{"items": {"type": "integer"}, "contains": {"multipleOf": at}} for at in range(2, 9)]}, "contains"),
     ({"prefixItems": [{}], "additionalItems": False}, "prefixItems"),
     ({"prefixItems": [{}], "items": [{}]}, "prefixItems"),
 ]
 UNSATISFIABLE: list[tuple[Any, str]] = [
-    (False, "not"),
+    (False, "anyOf"),
+    ({"not": {}}, "not (at /)"),
+    ({"type": "number", "not": {"type": "integer"}}, "/not/"),
+    ({"type": "integer", "oneOf": [{"minimum": 1}, {"minimum": 1}]}, "oneOf"),
     ({"enum": []}, "enum"),
     ({"anyOf": []}, "anyOf"),
     ({"type": []}, "type"),
@@ -315,6 +309,12 @@ def accepts(checker: StructuredOutputCheck, schema: Any, text: str) -> bool:
 
 A_INTEGER: dict[str, Any] = {**OBJECT, "properties": {"a": {"type": "integer"}}}
 DATE = {"type": "string", "format": "date"}
+KIND_A: dict[str, Any] = {
+    **OBJECT,
+    "properties": {"kind": {"const": "a"}, "x": {"type": "integer"}},
+    "required": ["kind"],
+}
+KIND_B: dict[str, Any] = {**KIND_A, "properties": {"kind": {"const": "b"}}, "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
@@ -378,6 +378,36 @@ DATE = {"type": "string", "format": "date"}
             ['{"ab":6}'],
             ['{"ab":4}', '{"ab":5.5}'],
         ),
+        (
+            {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": KIND_A, "b": KIND_B}},
+            ['{"kind":"a","x":1}', '{"kind":"b"}'],
+            ['{"kind":"b","x":1}', '{"kind":"c"}', "{}"],
+        ),
+        ({**OBJECT, "propertyNames": {"enum": ["a", "b"]}}, ['{"a":1,"b":2}', "{}"], ['{"c":1}', '{"a":1,"a":2}']),
+        ({**OBJECT, "propertyNames": {"maxLength": 2}}, ['{"ab":1}', '{"é😀":1}'], ['{"abc":1}']),
+        (
+            {"type": "string", "not": {"enum": ["a", "ab", 'c"']}},
+            ['""', '"b"', '"abc"', '"c"'],
+            ['"a"', '"ab"', '"c\\""'],
+        ),
+        ({"type": "integer", "not": {"enum": [1, 3]}}, ["0", "2", "4"], ["1", "3"]),
+        (
+            {**OBJECT, "properties": {"a": {}, "b": {}, "c": {}}, "additionalProperties": False, "minProperties": 2},
+            ['{"a":1,"c":2}', '{"a":1,"b":1,"c":2}'],
+            ['{"a":1}', '{"a":1,"a":2}'],
+        ),
+        (
+            {**OBJECT, "dependentRequired": {"a": ["b"]}},
+            ['{"a":1,"b":2}', '{"b":1}', '{"c":1}'],
+            ['{"a":1}', '{"a":1,"c":1}'],
+        ),
+        ({"type": "array", "contains": {"const": 5}, "maxContains": 2}, ["[1,5]", "[5,5,7]"], ["[]", "[1]", "[5,5,5]"]),
+        ({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}, ["[]", '["b","a"]'], ['["a","a"]']),
+        (
+            {"allOf": [KIND_A], "properties": {"y": {}}, "unevaluatedProperties": False},
+            ['{"y":1,"kind":"a"}', '{"kind":"a","x":1}'],
+            ['{"kind":"a","z":1}'],
+        ),
     ],
 )
 def test_what_is_enforced(checker: StructuredOutputCheck, schema: Any, good: list[str], bad: list[str]) -> None:
@@ -385,6 +415,37 @@ def test_what_is_enforced(checker: StructuredOutputCheck, schema: Any, good: lis
         assert accepts(checker, schema, text), text
     for text in bad:
         assert not accepts(checker, schema, text), text
+
+
+@pytest.mark.parametrize(("name", "schema"), DOCUMENTED_SCHEMAS)
+def test_what_libraries_write_is_enforced(checker: StructuredOutputCheck, name: str, schema: Any) -> None:
+    assert checker.resolve(StructuredOutputs(json=schema)).json, name
+
+
+async def test_unsupported_keywords_pass_with_a_warning_if_asked_for(
+    checker: StructuredOutputCheck, caplog: pytest.LogCaptureFixture
+) -> None:
+    check = StructuredOutputCheck(checker.model, "warn")
+    schema = {"type": "string", "pattern": "(?=a)b", "not": {"pattern": "c"}, "maxLength": 3, "format": "regex"}
+    token = RECORD.set(record := HttpRequestRecord())
+    try:
+        for _ in range(2):  # also if the answer is known
+            found = (await check.resolve_in_thread(StructuredOutputs(json={"items": schema}), "response_format")).json
+            assert isinstance(found, dict)
+            assert found["items"] == {"type": "string", "maxLength": 3}
+        check.resolve(StructuredOutputs(grammar=f"start: %json {json.dumps({'uniqueItems': True})}"))
+        assert len(record.warnings) == 2 * 3 + 1
+        for each, keyword in zip(record.warnings, ("not", "format", "pattern"), strict=False):
+            assert each.startswith(f"response_format: the schema's {keyword} (at /items)")
+        for bad in ({"type": "string", "minLength": 3, "maxLength": 2}, {"$ref": "#/nowhere"}, {"type": "text"}):
+            with pytest.raises(InvalidParameter):
+                check.resolve(StructuredOutputs(json=bad))
+    finally:
+        RECORD.reset(token)
+        check.close()
+    with caplog.at_level("WARNING"):
+        check.resolve(StructuredOutputs(json={"items": schema}))
+    assert "not enforced: structured_outputs: the schema's not (at /items)" in caplog.text
 
 
 COSTLY = {"allOf": [{"type": "string", "pattern": f"[{c}x].{{8}}[{c}y]"} for c in "abcdefghijklmnopqrstuvwxyz"]}
@@ -590,6 +651,6 @@ async def test_the_client_library_sends_what_is_understood(server: Server) -> No
 
 async def test_python_callers_get_the_same_refusals(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     async with AsyncLLM(str(config.model.path), load_format="dummy", device="cpu") as llm:
-        params = SamplingParams(structured_outputs=StructuredOutputs(json={"not": {}}))
+        params = SamplingParams(structured_outputs=StructuredOutputs(json={"not": {"pattern": "a"}}))
         with pytest.raises(InvalidParameter, match="not"):
             await anext(llm.generate("x", params))
