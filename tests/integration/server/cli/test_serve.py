@@ -55,8 +55,8 @@ FLAGS = """
 --pipeline-parallel-size --port --public-metrics --quantization --reasoning-parser --request-timeout --restart
 --revision --root-path --runner --scheduling-policy --seed --served-model-name --shutdown-timeout --spec-method
 --spec-model --spec-tokens --speculative-config --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
---strict-parameters --takeover --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser
---torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui --vllm-metrics
+--strict-parameters --structured-outputs-fallback --takeover --tensor-parallel-size --timeout-keep-alive --tokenizer
+--tool-call-parser --torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui --vllm-metrics
 --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
 """
 
@@ -106,7 +106,7 @@ CLIENT_FLAGS = {
 --api-key --chat-template --default-chat-template-kwargs --disable-tqdm --input-file --keep-billing-header --log-level
 --max-concurrency --model --no-disable-tqdm --no-keep-billing-header --no-strict-parameters
 --no-trust-request-chat-template --output-file --reasoning-parser --served-model-name --strict-parameters
---tool-call-parser --trust-request-chat-template --url -i -o
+--structured-outputs-fallback --tool-call-parser --trust-request-chat-template --url -i -o
 """,
 }
 
