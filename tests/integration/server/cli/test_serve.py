@@ -56,8 +56,8 @@ FLAGS = """
 --revision --root-path --runner --scheduling-policy --seed --served-model-name --shutdown-timeout --spec-method
 --spec-model --spec-tokens --speculative-config --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
 --strict-parameters --structured-outputs-fallback --takeover --tensor-parallel-size --timeout-keep-alive --tokenizer
---tool-call-parser --torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui --vllm-metrics
---watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
+--tool-call-parser --torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui
+--vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
 """
 
 RUN = """

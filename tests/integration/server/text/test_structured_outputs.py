@@ -25,7 +25,7 @@ from quire.server.client.request_record import RECORD, HttpRequestRecord
 from quire.server.llm import AsyncLLM
 from quire.server.text import json_schema, structured_outputs
 from quire.server.text.structured_outputs import StructuredOutputCheck
-from tests.fakes.api_server import Server
+from tests.fakes.api_server import Server, run_server
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.documented_schemas import DOCUMENTED_SCHEMAS
 from tests.fakes.tokenizers import byte_level
@@ -446,6 +446,28 @@ async def test_unsupported_keywords_pass_with_a_warning_if_asked_for(
     with caplog.at_level("WARNING"):
         check.resolve(StructuredOutputs(json={"items": schema}))
     assert "not enforced: structured_outputs: the schema's not (at /items)" in caplog.text
+
+
+@pytest.mark.usefixtures("core_mode")
+async def test_warnings_are_in_a_header(config: EngineConfig) -> None:
+    async with run_server(config, structured_outputs_fallback="warn") as server:
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/completions", {"prompt": "x", "stream": True}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "user": "y" * 70_000}),
+        ):
+            for schema, warning in (
+                ({"type": "array", "uniqueItems": True}, "uniqueItems (at /)"),
+                ({"const": "é"}, None),
+            ):
+                body = {
+                    **prompt,
+                    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+                }
+                response = await server.http.post(path, json=body)
+                assert response.status_code == 200, response.text
+                header = response.headers.get("X-Quire-Warning")
+                assert header is None if warning is None else f"response_format: the schema's {warning}" in header
 
 
 COSTLY = {"allOf": [{"type": "string", "pattern": f"[{c}x].{{8}}[{c}y]"} for c in "abcdefghijklmnopqrstuvwxyz"]}
