@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from quire.engine.scheduler.grammar import JSON_OPTIONS
-from quire.server.text.schemas.common import Shared
+from quire.server.text.schemas.common import Resolve, Shared
 from quire.server.text.schemas.references import subschemas, with_pointers
 from quire.server.text.schemas.rewriting import rewritten
 
@@ -109,6 +109,7 @@ class _SchemaWalk:
         self._by_target: dict[int, str] = {}
         """Names of the targets by identity, since a target has several possible pointers."""
         self._shared: dict[Shared, str] = {}
+        self._resolve = Resolve(self._resolved)
         self._pending: deque[tuple[str, Any, str]] = deque()
         """Name, schema and path of the targets to rewrite."""
         self._left = MAX_ADDED_SCHEMAS + 2 * _number_of_schemas(self._root)
@@ -142,7 +143,7 @@ class _SchemaWalk:
         if self._left < 0:
             raise self._error(*self._rewriting, "needs too many alternatives in the grammar")
 
-        schema, parts = rewritten(schema, self._resolved, lambda name, error: self._drop(name, path, str(error)))
+        schema, parts = rewritten(schema, self._resolve, lambda name, error: self._drop(name, path, str(error)))
         result: dict[str, Any] = {}
         for keyword, value in schema.items():
             here = f"{path}/{keyword}"

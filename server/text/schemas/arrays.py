@@ -21,6 +21,8 @@ from quire.server.text.schemas.disjoint import are_disjoint, finite_values
 
 _MAX_PLACE = 16
 """Items at the beginning of a list among which `contains` must be satisfied, if the list has no maximum."""
+_MAX_MATCHES = 32
+"""Limit of `minContains` and `maxContains`."""
 _MAX_CHOICES = 128
 """Choices of places."""
 
@@ -39,6 +41,8 @@ def contains(schema: Schema, resolve: Resolve) -> list[Any]:
     if most is not None and most < least:
         return for_type(schema, "array", [])
     end = schema.get("maxItems")
+    if max(least, most or 0) > _MAX_MATCHES:
+        raise ValueError(f"is only supported with minContains and maxContains up to {_MAX_MATCHES}")
     numbers = [least] if most is None else range(least, most + 1)
     places = max(numbers[-1], _MAX_PLACE if end is None else min(count(end), _MAX_PLACE))
     while places > numbers[-1] and sum(math.comb(places, number) for number in numbers) > _MAX_CHOICES:

@@ -8,8 +8,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Schema = dict[str, Any]
-Resolve = Callable[[Any], Any]
-"""Returns the schema to which a reference (text or `Shared`) points; raises ValueError."""
+MAX_STEPS = 100_000
+"""Schemas that are read, some of them again and again, to rewrite one schema; that takes less than a second."""
+
+
+class Resolve:
+    """Returns the schema to which a reference (text or `Shared`) points, and limits the work for one schema."""
+
+    def __init__(self, target: Callable[[Any], Any]) -> None:
+        """`target` raises ValueError for references that point nowhere."""
+        self._target = target
+        self._steps = 0
+
+    def __call__(self, reference: Any) -> Any:
+        self.step()
+        return self._target(reference)
+
+    def step(self) -> None:
+        """Count a schema that is read; raises ValueError if that were too many."""
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise ValueError("has alternatives that are too complex to be compared")
+
 
 MAX_ALTERNATIVES = 256
 """Maximum number of alternatives that replace one keyword."""

@@ -18,8 +18,6 @@ _ATOMS = {
 """Disjoint sets of values by `type`; "number" stands for the numbers that are not integral."""
 _ALL = frozenset(_ATOMS)
 _MAX_DEPTH = 12
-_MAX_STEPS = 50_000
-"""Schemas that are read for one comparison, which takes tenths of a second."""
 _MAX_COMPARED = 90
 """Alternatives that are compared in pairs."""
 _MAX_ITEMS = 8
@@ -85,7 +83,6 @@ class _Comparison:
 
     def __init__(self, resolve: Resolve) -> None:
         self._resolve = resolve
-        self._steps = 0
 
     def is_partition(self, facts: Sequence[_Facts]) -> bool:
         """Return whether the alternatives are disjoint by their constants, or by those of a property that all require;
@@ -100,7 +97,7 @@ class _Comparison:
 
     def are_disjoint(self, one: _Facts, other: _Facts, depth: int = 0) -> bool:
         """Return whether no value has both facts; False if that is not certain."""
-        self._step()
+        self._resolve.step()
         if one.values is not None and other.values is not None:
             return one.values.keys().isdisjoint(other.values)
         return all(self._tells_apart(name, one, other, depth) for name in one.types & other.types)
@@ -112,17 +109,12 @@ class _Comparison:
             if schema is False:
                 facts.types, facts.values = frozenset(), {}
             if isinstance(schema, dict) and depth <= _MAX_DEPTH:
-                self._step()
+                self._resolve.step()
                 self._learn(facts, normalized(schema), depth)
         if facts.values is not None:
             facts.values = {text: each for text, each in facts.values.items() if type_of(each) in facts.types}
             facts.types &= frozenset(map(type_of, facts.values.values()))
         return facts
-
-    def _step(self) -> None:
-        self._steps += 1
-        if self._steps > _MAX_STEPS:
-            raise ValueError("has alternatives that are too complex to be compared")
 
     def _tells_apart(self, name: str, one: _Facts, other: _Facts, depth: int) -> bool:
         """Return whether no value of this type has both facts."""

@@ -7,7 +7,7 @@ are not integral, and for what does not match a pattern: the former are left out
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.server.text.schemas.common import (
@@ -33,11 +33,14 @@ _MAX_PAIRED = 8
 """Alternatives of a negated `oneOf`, of which two may match."""
 _MAX_PLACE = 8
 """Items beyond `prefixItems` of which one may violate `items`."""
-_NON_OBJECTS = [name for name in TYPES if name != "object"]
+_MAX_LENGTH = 200
+_MAX_CHARACTERS = 4096
+"""Characters of the texts that a string must not be."""
 
 
 def negated(schema: Any, resolve: Resolve, depth: int = 0) -> list[Any]:
     """Return alternatives that together are the negation of a schema. Raises ValueError if there is no grammar."""
+    resolve.step()
     if isinstance(schema, bool):
         return [] if schema else [True]
     if depth > 16:
@@ -98,8 +101,10 @@ def _constant_object(value: dict[str, Any]) -> Schema:
     return {"properties": properties, "required": [*properties], "additionalProperties": False}
 
 
-def _other_than(texts: Iterable[str]) -> str:
+def _other_than(texts: Sequence[str]) -> str:
     """Return a pattern of all texts but these, by their common beginnings."""
+    if sum(map(len, texts)) > _MAX_CHARACTERS or max(map(len, texts)) > _MAX_LENGTH:
+        raise ValueError(f"excludes texts of more than {_MAX_LENGTH} characters, or {_MAX_CHARACTERS} together")
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

@@ -63,6 +63,7 @@ def _parts(names: Any, resolve: Resolve, depth: int = 0) -> list[Any]:
     """Return what objects satisfy if their properties have such names."""
     if depth > 8:
         raise ValueError("refers to itself")
+    resolve.step()
     if isinstance(names, bool):
         return [] if names else [{"maxProperties": 0}]
     parts: list[Any] = []

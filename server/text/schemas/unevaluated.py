@@ -80,6 +80,7 @@ def _branches(schema: Any, resolve: Resolve, depth: int) -> list[_Branch]:
     """Return the ways in which values match a schema. Their union is the schema; they may overlap."""
     if depth > 16:
         raise ValueError("has a reference beside it that refers to itself")
+    resolve.step()
     if isinstance(schema, bool):
         return [_Branch([] if schema else [False])]
     given = mapping(schema)
@@ -111,11 +112,12 @@ def _branches(schema: Any, resolve: Resolve, depth: int) -> list[_Branch]:
         options = listed(schema["anyOf"])
         most = len(options) if overlaps(options, {}, resolve) else 1
         check_number(2 ** min(len(options), 16) if most > 1 else len(options))
+        ways = [_branches(each, resolve, depth + 1) for each in options]
         multiply(
             way
             for size in range(1, most + 1)
-            for chosen in itertools.combinations(options, size)
-            for way in _all([_branches(each, resolve, depth + 1) for each in chosen])
+            for chosen in itertools.combinations(ways, size)
+            for way in _all(list(chosen))
         )
     if "oneOf" in schema:
         condition = _Branch([{"oneOf": schema["oneOf"]}] if overlaps(listed(schema["oneOf"]), {}, resolve) else [])
