@@ -214,9 +214,9 @@ class _SchemaWalk:
         """Resolve a reference inside the schema once, and return its new name."""
         if isinstance(reference, Shared):
             if reference not in self._shared:
-                self._shared[reference] = name = self._new_name("shared")
-                self._targets[name] = True
-                self._pending.append((name, reference.schema, path))
+                shared = self._shared[reference] = self._new_name("shared")
+                self._targets[shared] = True
+                self._pending.append((shared, reference.schema, path))
             return f"#/$defs/{self._shared[reference]}"
         if not isinstance(reference, str) or reference not in self._names:
             try:

@@ -46,7 +46,8 @@ def conditionals(schema: Schema, resolve: Resolve) -> list[Any] | None:
     """Conditions in `allOf` that exclude each other have one alternative each, and one more where none holds; None if
     there are none of this kind.
     """
-    cases, others = [], []
+    cases: list[Schema] = []
+    others: list[Any] = []
     for part in listed(schema["allOf"]):
         is_case = isinstance(part, dict) and "if" in part and part.keys() <= {"if", "then", "else", *_ANNOTATIONS}
         (cases if is_case else others).append(part)
