@@ -41,6 +41,9 @@ _REJECTED = {
 """Constraints that cannot be enforced, keywords that could change the meaning of a reference, and llguidance's own
 options. Keywords that are neither enforced nor rewritten constrain nothing.
 """
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_STEP = 1e-6
+"""How far an exclusive bound moves."""
 _MAX_PATH = 200
 """Characters of a path in an error."""
 MAX_ADDED_SCHEMAS = 4096
@@ -145,7 +148,7 @@ class _SchemaWalk:
 
         schema, parts = rewritten(schema, self._resolve, lambda name, error: self._drop(name, path, str(error)))
         result: dict[str, Any] = {}
-        for keyword, value in schema.items():
+        for keyword, value in _with_safe_bounds(schema).items():
             here = f"{path}/{keyword}"
             if keyword in _LISTS:
                 if not isinstance(value, list):
@@ -365,6 +368,30 @@ def replaced(schema: dict[str, Any]) -> str:
     """Return what errors call the keywords of a checked schema that alternatives replace, the first three of them."""
     names = dict.fromkeys(name for name, holder, _ in keywords(schema) if "$comment" in holder)
     return ", ".join([name for name in names if not name.startswith("format ")][:3])
+
+
+def _with_safe_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose exclusive integral bounds are moved inwards if the range is shorter than one: llguidance
+    takes a bound such as 1 in the range from 1 to 1.5 for inclusive.
+    """
+    bounds = {name: schema[name] for name in _BOUNDS if _is_number(schema.get(name))}
+    low = max((bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds), default=-math.inf)
+    high = min((bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds), default=math.inf)
+    if not 0 < high - low < 1:
+        return schema
+    result = dict(schema)
+    for exclusive, inclusive, bound, step in (
+        ("exclusiveMinimum", "minimum", low, _STEP),
+        ("exclusiveMaximum", "maximum", high, -_STEP),
+    ):
+        if bounds.get(exclusive) == bound and float(bound).is_integer():
+            del result[exclusive]
+            result[inclusive] = bound + step
+    return result
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _format(name: Any) -> dict[str, Any] | None:

@@ -392,6 +392,13 @@ KIND_B: dict[str, Any] = {**KIND_A, "properties": {"kind": {"const": "b"}}, "add
         ),
         ({"type": "integer", "not": {"enum": [1, 3]}}, ["0", "2", "4"], ["1", "3"]),
         (
+            {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.5},
+            ["1.2", "1.0001", "1.49"],
+            ["1", "1.0", "1.5", "1.6", "0.9"],
+        ),
+        ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, ["-1.2", "-1.5"], ["-1", "-1.0"]),
+        ({"type": "number", "not": {"enum": [1, 1.5]}}, ["1.2", "0", "2.5"], ["1", "1.5"]),
+        (
             {**OBJECT, "properties": {"a": {}, "b": {}, "c": {}}, "additionalProperties": False, "minProperties": 2},
             ['{"a":1,"c":2}', '{"a":1,"b":1,"c":2}'],
             ['{"a":1}', '{"a":1,"a":2}'],
