@@ -38,6 +38,10 @@ JSON_OPTIONS: dict[str, Any] = {
 white space forever. Strings have no numeric escapes: one could spell a property's name and bypass its schema, or be
 half of a surrogate pair."""
 
+_SLICES = [r"[ \n\r\t]+", *(rf'[^"\\\x00-\x1F\x7F\u{{2028}}\u{{2029}}]{count}' for count in ("{1,10}", "{1,30}", "+"))]
+"""Sets of tokens that are allowed at once where a grammar allows all texts of this form. As llguidance's own, but for
+the line separators, which `.` does not match in a schema's pattern."""
+
 _MAX_COMPILED = 64
 """Size of the LRU cache of compiled grammars, each some tens of kilobytes, but with hostile patterns megabytes."""
 _MAX_LEXER_STATES = 100_000
@@ -277,7 +281,8 @@ def _load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Iterable[int])
     size = max(vocab_size, max(ids) + 1)
     ends = [token for token in eos_token_ids if token in ids]
     try:
-        return LLTokenizer(msgspec.json.encode(tokenizer).decode(), n_vocab=size, eos_token=ends or None)
+        text = msgspec.json.encode(tokenizer).decode()
+        return LLTokenizer(text, n_vocab=size, eos_token=ends or None, slices=_SLICES)
     except ValueError as error:
         raise GrammarError(f"structured output is not possible with this model's tokenizer: {error}") from None
 

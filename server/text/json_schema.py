@@ -3,8 +3,8 @@
 JSON Schema (draft 2020-12, and keywords that earlier drafts name differently) is enforced as a grammar or rejected.
 llguidance itself rejects much. This module rejects the parts that llguidance would ignore: constraints that it does not
 know, references that could bypass this check, numbers that do not fit into a double, bounds that repeated keys would
-satisfy. As in JSON Schema, keywords and formats that constrain nothing, such as unknown ones, are ignored. Date formats
-are made exact.
+satisfy. Patterns are rewritten (`quire.server.text.patterns`). As in JSON Schema, keywords and formats that constrain
+nothing, such as unknown ones, are ignored. Date formats are made exact.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from quire.engine.scheduler.grammar import JSON_OPTIONS
+from quire.server.text import patterns
 from quire.server.text.schemas.common import Resolve, Shared
 from quire.server.text.schemas.references import subschemas, with_pointers
 from quire.server.text.schemas.rewriting import rewritten
@@ -70,10 +71,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 """RFC 3339's dates and times, without the forms that many parsers reject: year 0, leap seconds, lower-case t and z. The
 other formats are llguidance's own.
-"""
-_SET_OPERATION = re.compile(r"(?<!\\)(?:\\\\)*\[\^?\]?(?:\\.|[^\]\\])*?(?:\[|&&|--|~~)")
-"""An operator in a character class of the regex engine; plain characters in JSON Schema's regular expressions
-(ECMA-262).
 """
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """Characters that JSON can only represent as numeric escapes."""
@@ -157,11 +154,14 @@ class _SchemaWalk:
             elif keyword in _MAPS:
                 if not isinstance(value, dict):
                     raise self._error(keyword, path, "must be an object")
-                result[keyword] = {name: self._schema(each, f"{here}/{name}") for name, each in value.items()}
+                schemas = {name: self._schema(each, f"{here}/{name}") for name, each in value.items()}
+                result[keyword] = schemas if keyword == "properties" else self._by_pattern(schemas, path)
             elif keyword in _ONE and not isinstance(value, list):
                 result[keyword] = self._schema(value, here)
             elif keyword == "$ref":
                 result[keyword] = self._reference(value, path)
+            elif keyword == "pattern" and isinstance(value, str):
+                result[keyword] = self._pattern(value, keyword, path)
             elif keyword in _ENFORCED:
                 if keyword not in _NUMBERS and not all(map(_fits, _leaves(value))):
                     raise self._error(keyword, path, "has an integer of more than 64 bits")
@@ -204,14 +204,21 @@ class _SchemaWalk:
                 )
             if any(isinstance(value, str) and _UNWRITABLE.search(value) for value in values):
                 raise self._error(keyword, path, "contains a control character or an unpaired surrogate")
-        for pattern in (schema.get("pattern"), *schema.get("patternProperties", ())):
-            if isinstance(pattern, str) and _SET_OPERATION.search(pattern):
-                keyword = "pattern" if pattern == schema.get("pattern") else "patternProperties"
-                raise self._error(
-                    keyword, path, r"contains [, &&, -- or ~~ in a character class; write \[, \& and so on"
-                )
         if "prefixItems" in schema and ("additionalItems" in schema or isinstance(schema.get("items"), list)):
             raise self._error("prefixItems", path, "cannot be combined with additionalItems or a list of items")
+
+    def _pattern(self, pattern: str, keyword: str, path: str) -> str:
+        try:
+            return patterns.rewritten(pattern)
+        except ValueError as error:
+            raise self._error(keyword, path, str(error)) from None
+
+    def _by_pattern(self, schemas: dict[str, Any], path: str) -> dict[str, Any]:
+        """Return the schemas by their rewritten patterns."""
+        result = {self._pattern(name, "patternProperties", path): schema for name, schema in schemas.items()}
+        if len(result) < len(schemas):
+            raise self._error("patternProperties", path, "has patterns that match the same names")
+        return result
 
     def _reference(self, reference: Any, path: str) -> str:
         """Resolve a reference inside the schema once, and return its new name."""

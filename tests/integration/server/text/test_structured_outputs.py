@@ -95,9 +95,11 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "(?=a)b"}, "pattern"),
     ({"type": "string", "pattern": r"\bfoo"}, "pattern"),
     ({"type": "string", "pattern": r"(a)\1"}, "pattern"),
-    ({"type": "string", "pattern": "[^a&&b]"}, "pattern"),
-    ({"type": "string", "pattern": "x[[a]y]"}, "pattern"),
-    ({**OBJECT, "patternProperties": {"[a--b]": {}}}, "patternProperties"),
+    ({"type": "string", "pattern": "x[[a]y]"}, "the schema's pattern (at /) has an unclear ]"),
+    ({"type": "string", "pattern": 5}, "pattern"),
+    ({"properties": {"a": {"pattern": r"\p{Nowhere}", "type": "string"}}}, "pattern (at /properties/a)"),
+    ({**OBJECT, "patternProperties": {r"\Aa": {}}}, "patternProperties"),
+    ({**OBJECT, "patternProperties": {r"\d": {}, "[0-9]": {}}}, "patternProperties"),
     ({**OBJECT, "patternProperties": {"^a": {}, "b$": {}}}, "patternProperties"),
     ({**OBJECT, "minProperties": 2}, "minProperties"),
     ({"allOf": [{"items": {"type": "integer"}, "contains": {"multipleOf": at}} for at in range(2, 9)]}, "contains"),
@@ -355,6 +357,27 @@ KIND_B: dict[str, Any] = {**KIND_A, "properties": {"kind": {"const": "b"}}, "add
         ),
         ({"type": "string", "format": "time"}, ['"00:00:00Z"'], ['"00:00Z"', '"25:00:00Z"']),
         ({"type": "string", "pattern": "b$|^a"}, ['"ax"', '"xb"'], ['"xa"', '"bx"']),
+        *(
+            ({"type": "string", "pattern": f"^{one}{{3,6}}$"}, ['"abc"'], [r'"\"\"\""', r'"\"abc"', '"ab"'])
+            for one in ('[^"]', r'[^"\\]', r'[^\\/:*?"<>|]', """[^'";\\\\]""", r'[^"\n]', r"[\x00-\x1fa-z]")
+        ),
+        ({"allOf": [{"type": "string", "pattern": '^[^"]*$'}, {"pattern": "a"}]}, ['"a"'], [r'"a\""', '"b"']),
+        (
+            {
+                **OBJECT,
+                "patternProperties": {r"^[^\\]$": {"type": "null"}},
+                "additionalProperties": {"type": "integer"},
+            },
+            [r'{"\"":null}', r'{"\\":1}', '{"a":null}'],
+            [r'{"\\":null}', r'{"\"":1}', '{"a":1}'],
+        ),
+        (
+            {"type": "string", "pattern": r"^\p{Lu}\P{L}[^\p{L}1]$"},
+            ['"É12"', r'"A\"-"'],
+            ['"é12"', '"Éa2"', '"É1b"', '"É11"'],
+        ),
+        ({"type": "string", "pattern": "^(?<stop>a)b$"}, ['"ab"'], ['"a"', '"abb"']),
+        ({"type": "string", "pattern": "^[]|a$"}, ['"a"'], ['""', '"]"']),
         ({"type": "number", "multipleOf": 0.1}, ["0.3", "-7"], ["0.35"]),
         ({"const": 2**53}, [str(2**53)], [str(2**53 - 1)]),
         (

@@ -1,0 +1,324 @@
+"""Rewrites the regular expressions of JSON schemas for llguidance, with the same meaning.
+
+They are ECMA-262's with its flag `u`, as JSON Schema asks for. Forms of other dialects are allowed if they have only
+one meaning, such as `\\-`, `(?P<name>…)` and `(?i)`. llguidance reads the syntax of Rust's regex crate, where classes
+have operators and names of groups can have a meaning. It quotes the result as JSON, and adds `"` and `\\` to a class
+with all control characters, such as `[^"]`. So the result uses only what both syntaxes have in common: explicit
+classes, without the control characters that JSON can only write as numeric escapes, and groups without names.
+Rewriting it again does not change it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+Ranges = Sequence[tuple[int, int]]
+"""Code points, as ranges that include both ends."""
+
+MAX_GROUP_DEPTH = 100
+"""Nested groups in a pattern."""
+
+_UNWRITABLE = ((0, 7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F))
+"""Control characters that JSON can only write as numeric escapes, which are not allowed in the output."""
+_SURROGATES = ((0xD800, 0xDFFF),)
+_LAST = 0x10FFFF
+_LINE_ENDS = ((0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029))
+_SHORTHANDS: dict[str, Ranges] = {
+    "d": ((0x30, 0x39),),
+    "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
+    "s": (
+        *((9, 0xD), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
+        *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+    ),
+}
+_CONTROLS = {"t": 9, "n": 0xA, "v": 0xB, "f": 0xC, "r": 0xD}
+_SPECIAL = frozenset(r"\^$.*+?()[]{}|/")
+_SPECIAL_IN_CLASS = frozenset(r"\[]^-&~/")
+_NOTHING = r"[^\u{0}-\u{10ffff}]"
+"""No character."""
+_CASED = 0x1E944
+"""Beyond this code point, no character has an upper and a lower case."""
+
+_QUANTIFIER = re.compile(r"[*+?]|\{([0-9]+)(?:,([0-9]*))?\}")
+_FLAGS = re.compile(r"\(\?([a-z]*)(?:-([a-z]+))?([:)])")
+_NAMED = re.compile(r"\(\?P?<[^\W\d]\w*>")
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+_HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{0*([0-9a-fA-F]{1,6})\}")
+_LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_CONTROL = re.compile(r"c([a-zA-Z])")
+_PROPERTY = re.compile(r"([pP])(?:\{([A-Za-z_]+(?:=[A-Za-z0-9_]+)?)\}|([A-Z]))")
+
+
+class _Set(NamedTuple):
+    """An item of a class that is not a single character."""
+
+    ranges: Ranges = ()
+    properties: tuple[str, ...] = ()
+    """Unicode properties as they are written, such as `\\p{L}`."""
+
+
+def rewritten(pattern: str) -> str:
+    """Return the regular expression for llguidance; raises ValueError that says what is not supported."""
+    return _Rewriter(pattern).result()
+
+
+class _Rewriter:
+    """A recursive descent over one regular expression."""
+
+    def __init__(self, pattern: str) -> None:
+        self._text = pattern
+        self._at = 0
+        self._flags = frozenset[str]()
+        self._depth = 0
+        self._has_ambiguous_class = False
+        """Whether in another dialect a later `]` would end a class."""
+
+    def result(self) -> str:
+        while (found := _FLAGS.match(self._text, self._at)) and found[3] == ")":
+            self._set_flags(found)
+        result = self._alternatives()
+        if self._at < len(self._text):
+            raise ValueError("has an unmatched )")
+        return result
+
+    def _sees(self, text: str) -> bool:
+        return self._text.startswith(text, self._at)
+
+    def _next(self) -> str:
+        if self._at == len(self._text):
+            raise ValueError("ends inside of a class or an escape")
+        self._at += 1
+        return self._text[self._at - 1]
+
+    def _match(self, expression: re.Pattern[str]) -> re.Match[str] | None:
+        if found := expression.match(self._text, self._at):
+            self._at = found.end()
+        return found
+
+    def _alternatives(self) -> str:
+        result = [self._sequence()]
+        while self._sees("|"):
+            self._at += 1
+            result.append(self._sequence())
+        return "|".join(result)
+
+    def _sequence(self) -> str:
+        result = []
+        while self._at < len(self._text) and self._text[self._at] not in "|)":
+            result.append(self._term())
+        return "".join(result)
+
+    def _term(self) -> str:
+        is_anchor = self._sees("^") or self._sees("$")
+        atom = self._next() if is_anchor else self._atom()
+        if (quantifier := self._match(_QUANTIFIER)) is None:
+            return atom
+        least, most = quantifier[1], quantifier[2]
+        if is_anchor:
+            raise ValueError(f"repeats {atom}")
+        if max(len(least or ""), len(most or "")) > 9:
+            raise ValueError("has a count of more than 9 digits")
+        if most and int(least) > int(most):
+            raise ValueError(f"repeats at least {least} and at most {most} times")
+        if self._sees("?"):  # matters only for the place of a match
+            self._at += 1
+        if _QUANTIFIER.match(self._text, self._at):
+            raise ValueError("repeats a repetition; put it in parentheses")
+        return atom + quantifier[0]
+
+    def _atom(self) -> str:
+        if self._sees("("):
+            return self._group()
+        match self._next():
+            case "[":
+                return self._class()
+            case ".":
+                return _written(_Set(() if "s" in self._flags else _LINE_ENDS), is_negated=True)
+            case "\\":
+                item = self._escape()
+            case "*" | "+" | "?":
+                raise ValueError("repeats nothing")
+            case "{" if re.match(r",?[0-9]", self._text[self._at : self._at + 2]):
+                raise ValueError(r"has an unclear {; write \{ for the character, and {0,n} for a repetition")
+            case "]" if self._has_ambiguous_class:
+                raise ValueError(r"has an unclear ]; write \]")
+            case character:
+                item = _code(character)
+        return _written(self._cases(item))
+
+    def _group(self) -> str:
+        outer = self._flags
+        if found := _FLAGS.match(self._text, self._at):
+            if found[3] == ")":
+                raise ValueError("sets flags after its beginning; write (?i:…)")
+            self._set_flags(found)
+        elif not self._match(_NAMED):
+            if _LOOK_AROUND.match(self._text, self._at):
+                raise ValueError("contains a look-around, which is not supported")
+            if self._sees("(?"):
+                raise ValueError(f"contains {self._text[self._at : self._at + 3]}, which is not supported")
+            self._at += 1
+        self._depth += 1
+        if self._depth > MAX_GROUP_DEPTH:
+            raise ValueError(f"has more than {MAX_GROUP_DEPTH} nested groups")
+        inner = self._alternatives()
+        if not self._sees(")"):
+            raise ValueError("has an unmatched (")
+        self._at += 1
+        self._depth -= 1
+        self._flags = outer
+        return f"(?:{inner})"
+
+    def _set_flags(self, found: re.Match[str]) -> None:
+        off = found[2] or ""
+        if unknown := {*found[1], *off} - {"i", "s"}:
+            raise ValueError(f"sets the flag {min(unknown)}; only i and s are supported")
+        self._flags = self._flags.union(found[1]).difference(off)
+        self._at = found.end()
+
+    def _class(self) -> str:
+        """A class after its `[`."""
+        is_negated = self._sees("^")
+        self._at += is_negated
+        self._has_ambiguous_class |= self._sees("]")
+        items: list[int | _Set] = []
+        while not self._sees("]"):
+            first = self._class_item()
+            if not self._sees("-") or self._sees("-]"):
+                items.append(first)
+                continue
+            self._at += 1
+            last = self._class_item()
+            if not (isinstance(first, int) and isinstance(last, int)):  # without the flag u, a dash is allowed here
+                items += [first, _code("-"), last]
+            elif first > last:
+                raise ValueError("has a range whose ends are in the wrong order")
+            else:
+                items.append(_Set(((first, last),)))
+        self._at += 1
+        sets = [self._cases(item) for item in items]
+        union = _Set([each for one in sets for each in one.ranges], tuple(p for one in sets for p in one.properties))
+        return _written(union, is_negated)
+
+    def _class_item(self) -> int | _Set:
+        match self._next():
+            case "\\" if self._sees("b"):
+                self._at += 1
+                return 8
+            case "\\":
+                return self._escape()
+            case "[":
+                self._has_ambiguous_class = True
+                if self._sees(":"):
+                    raise ValueError(r"contains [: in a class; write \[, or the characters instead of [:name:]")
+                return _code("[")
+            case character:
+                return _code(character)
+
+    def _escape(self) -> int | _Set:
+        """What is after a backslash."""
+        if found := self._match(_HEX):
+            code = int(found[1] or found[2] or found[3], 16)
+            if 0xD800 <= code < 0xDC00 and found[2] and (low := self._match(_LOW_SURROGATE)):
+                code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
+            if code > _LAST:
+                raise ValueError(f"contains \\{found[0]}, which is not a character")
+            return _code(chr(code))
+        if found := self._match(_CONTROL):
+            return ord(found[1]) % 32
+        if found := self._match(_PROPERTY):
+            if "i" in self._flags:
+                raise ValueError(f"contains \\{found[0]}, which is not supported together with (?i)")
+            return _Set(properties=(f"\\{found[1]}{{{found[2] or found[3]}}}",))
+        character = self._next()
+        if (ranges := _SHORTHANDS.get(character.lower())) is not None:
+            ranges = self._cases(_Set(ranges)).ranges
+            return _Set(ranges if character.islower() else _complement(ranges))
+        if character in _CONTROLS:
+            return _CONTROLS[character]
+        if character == "0" and not re.match(r"[0-9]", self._text[self._at : self._at + 1]):
+            return 0
+        if character.isalnum():
+            raise ValueError(f"contains \\{character}, which is not supported")
+        return _code(character)
+
+    def _cases(self, item: int | _Set) -> _Set:
+        """The item with the other cases of its characters, if cases are ignored."""
+        found = _Set(((item, item),)) if isinstance(item, int) else item
+        if "i" not in self._flags:
+            return found
+        cases = _cases()
+        cased = [code for first, last in found.ranges for code in range(first, min(last, _CASED) + 1) if code in cases]
+        return _Set((*found.ranges, *((other, other) for code in cased for other in cases[code])), found.properties)
+
+
+def _code(character: str) -> int:
+    if "\ud800" <= character <= "\udfff":
+        raise ValueError("contains an unpaired surrogate")
+    return ord(character)
+
+
+@cache
+def _cases() -> dict[int, list[int]]:
+    """By code point, the characters that are equal if cases are ignored (simple case folding)."""
+    groups = defaultdict(list)
+    for character in map(chr, range(_CASED)):
+        folded = character.casefold()
+        groups[folded if len(folded) == 1 else character.lower()].append(ord(character))
+    return {code: group for group in groups.values() if len(group) > 1 for code in group}
+
+
+def _joined(ranges: Ranges) -> Ranges:
+    """The ranges in order, as few as possible."""
+    result: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if result and first <= result[-1][1] + 1:
+            result[-1] = (result[-1][0], max(last, result[-1][1]))
+        else:
+            result.append((first, last))
+    return result
+
+
+def _complement(ranges: Ranges) -> Ranges:
+    joined = _joined(ranges)
+    starts = (0, *(last + 1 for _, last in joined))
+    ends = (*(first - 1 for first, _ in joined), _LAST)
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if start <= end]
+
+
+def _written(found: _Set, is_negated: bool = False) -> str:
+    """An expression for one character of a set, or for one that is not in it."""
+    if found.properties and is_negated:
+        return _negated(found.ranges, found.properties)
+    inverse = {"p": "P", "P": "p"}
+    parts = [_negated((), (f"\\{inverse[each[1]]}{each[2:]}",)) for each in found.properties]
+    if found.ranges or not parts:
+        own = found.ranges if is_negated else _complement(found.ranges)
+        ranges = _complement((*own, *_UNWRITABLE, *_SURROGATES))
+        if not ranges:
+            parts.append(_NOTHING)
+        elif len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+            parts.append(_character(ranges[0][0], _SPECIAL))
+        else:
+            parts.append(f"[{_items(ranges)}]")
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
+
+
+def _negated(ranges: Ranges, properties: Sequence[str]) -> str:
+    return f"[^{_items(_joined((*ranges, *_UNWRITABLE)))}{''.join(properties)}]"
+
+
+def _items(ranges: Ranges) -> str:
+    ends = ((_character(first, _SPECIAL_IN_CLASS), _character(last, _SPECIAL_IN_CLASS)) for first, last in ranges)
+    return "".join(first if first == last else f"{first}-{last}" for first, last in ends)
+
+
+def _character(code: int, special: frozenset[str]) -> str:
+    character = chr(code)
+    if character in special:
+        return f"\\{character}"
+    return character if character.isprintable() else f"\\u{{{code:x}}}"
