@@ -267,8 +267,7 @@ def _cases() -> dict[int, list[int]]:
     """By code point, the characters that are equal if cases are ignored (simple case folding)."""
     groups = defaultdict(list)
     for character in map(chr, range(_CASED)):
-        folded = character.casefold()
-        groups[folded if len(folded) == 1 else character.lower()].append(ord(character))
+        groups[character.casefold()].append(ord(character))
     return {code: group for group in groups.values() if len(group) > 1 for code in group}
 
 
