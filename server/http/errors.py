@@ -247,7 +247,7 @@ def _describe_validation(error: RequestValidationError) -> tuple[str, str | None
     problems = error.errors()
     first = problems[0]
     if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
+        return f"the body cannot be read as JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
     field = first["loc"][1] if len(first["loc"]) > 1 else None
     if field is None:
         return f"the body: {first['msg']}", None

@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import pickle
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -51,6 +52,7 @@ MAX_BODIES_BYTES = 256 * 2**20
 
 _TEMPLATE_MARKS = (b"chat_template", b"\\u", b"\0")
 """A body with a chat template has one of these: an escape may hide the name, and so may UTF-16."""
+_GZIP = b"\x1f\x8b"
 _NICENESS = 10
 """Lowers the scheduling priority: streams come first."""
 
@@ -154,12 +156,20 @@ class _Raised:
 
 
 async def check_type(request: Request) -> None:
-    """Raise `ApiError` for a body of another type than JSON, such as `curl -d` sends it."""
-    if (given := request.headers.get("content-type")) and request.headers.get("content-length") != "0":
-        kind = given.partition(";")[0].strip().lower()
-        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            text = f"the body is not read, as its type is {kind}; send the header Content-Type: application/json"
-            raise ApiError(415, text, "unsupported_media_type")
+    """Raise `ApiError` for a body of another type than JSON, such as `curl -d` sends it, or a compressed one."""
+    headers = request.headers
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        text = f"its type is {kind}" if kind else "it has no type"
+        problem = f"{text}; send the header Content-Type: application/json"
+    elif coding != "identity":
+        problem = f"it is compressed ({coding}); send it as it is, without the header Content-Encoding"
+    else:
+        return
+    raise ApiError(415, f"the body is not read, as {problem}", "unsupported_media_type")
 
 
 class BodyRoute(APIRoute):
@@ -235,6 +245,11 @@ class _BodyRequest(Request):
             self._body = body
         return self._body
 
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            self._json = _parsed(await self.body())
+        return self._json
+
     async def _process(self, bodies: LargeBodies, small: bytes) -> Any:
         process_large = self._route.process_large
         with memoryview(small) if self.large is None else self.large.view() as body:
@@ -300,7 +315,12 @@ def _process(process_large: ProcessLarge, body: bytes, processor: InputProcessor
     asks logs a `TokenizerFailed`.
     """
     try:
-        return asyncio.run(process_large(_parsed(body), processor, stored))
+        value = _parsed(body)
+    except json.JSONDecodeError as error:
+        problem = {"type": "json_invalid", "loc": ("body",), "msg": error.msg}
+        return respond(RequestValidationError([problem]))
+    try:
+        return asyncio.run(process_large(value, processor, stored))
     except MemoryError:
         raise
     except TokenizerFailed as error:
@@ -315,10 +335,17 @@ def _process(process_large: ProcessLarge, body: bytes, processor: InputProcessor
 
 
 def _parsed(body: bytes) -> Any:
+    """Parse JSON; raises `json.JSONDecodeError` for every problem, with a message for the client."""
     try:
         return json.loads(body)
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.start} is not {error.encoding.upper()}"
     except json.JSONDecodeError as error:
-        problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg, "ctx": {"error": error.msg}}
-        raise RequestValidationError([problem]) from None
-    except (ValueError, RecursionError):
-        raise HTTPException(HTTPStatus.BAD_REQUEST, "There was an error parsing the body") from None
+        problem = error.msg
+    except ValueError:
+        problem = f"it has an integer of more than {sys.get_int_max_str_digits()} digits"
+    if body.startswith(_GZIP):
+        problem = "it is compressed with gzip"
+    raise json.JSONDecodeError(problem, "", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from quire.server.client.output_stream import EngineUnavailable
@@ -45,7 +46,7 @@ async def ready(state: AppState) -> Response:
     return json_response({"status": status, "reason": reason}, 503)
 
 
-@router.get("/metrics", dependencies=[MetricsReader])
+@router.get("/metrics", response_class=PlainTextResponse, dependencies=[MetricsReader])
 async def metrics(state: AppState) -> Response:
     """Metrics in the Prometheus format."""
     return Response(state.frontend.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -17,8 +17,7 @@ from quire.server.serving.frontend import Frontend
 from tests.fakes.api_server import Server
 
 ROOT = Path(__file__).parents[4]
-
-
+AS_JSON = {"Content-Type": "application/json"}
 LIMIT = re.compile(r"^(MAX_[A-Z_]+|COMPILE_SECONDS)(?:: \w+)? = (.+)$", re.MULTILINE)
 
 
@@ -58,7 +57,7 @@ async def test_the_document_declares_the_errors_that_are_answered(server: Server
             declared: dict[str, Any] = operation["responses"]
             assert "422" not in declared
             if "requestBody" in operation:
-                response = await server.http.request(method, path, content=b"{")
+                response = await server.http.request(method, path, content=b"{", headers=AS_JSON)
                 assert response.status_code == 400
                 said = declared["400"]["content"]["application/json"]["schema"]
                 schema = {**said, "components": document["components"]}

@@ -275,7 +275,9 @@ async def test_a_body_that_does_not_come(config: EngineConfig, core_mode: Callab
     async with run_server(config, request_timeout=0.1) as server:
         address = httpx.URL(server.url)
         reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        )
         response = (await reader.read()).decode()  # to the end of the connection
         writer.close()
         assert response.startswith("HTTP/1.1 408 ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,9 +21,11 @@ from quire.server.app import create_app
 from quire.server.config.server_options import ServerOptions
 from quire.server.http import sagemaker_vertex
 from quire.server.http.errors import ApiError, describe
+from quire.server.http.large_bodies import LARGE_BODY
 from quire.server.http.state import AppState
 from tests.fakes.api_server import Server, run_server
 
+AS_JSON = {"Content-Type": "application/json"}
 USER = [{"role": "user", "content": "hello"}]
 ECHO = "user\nhello\nassistant\n"
 
@@ -399,6 +402,9 @@ async def test_a_body_of_another_type_is_refused_with_the_header_to_send(server:
         assert response.status_code == 415, path
         assert "send the header Content-Type: application/json" in response.text, path
     body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+    response = await server.http.post("/v1/completions", content=body)
+    assert response.status_code == 415
+    assert "it has no type; send the header Content-Type: application/json" in response.text
     for kind, status in (
         ("application/x-www-form-urlencoded", 415),  # of `curl -d`
         ("text/plain", 415),
@@ -411,3 +417,42 @@ async def test_a_body_of_another_type_is_refused_with_the_header_to_send(server:
             error = response.json()["error"]
             assert error["code"] == "unsupported_media_type"
             assert f"{kind}; send the header Content-Type: application/json" in error["message"]
+
+
+@pytest.mark.parametrize("padding", [0, LARGE_BODY])
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (b'"\xff"', "byte {at} is not UTF-8"),
+        (b"[" * 5000 + b"]" * 5000, "it is nested too deeply"),
+        (b"1" * 5000, "it has an integer of more than 4300 digits"),
+        (b"1,", "Expecting property name enclosed in double quotes"),
+    ],
+)
+async def test_a_body_that_cannot_be_read_is_refused_with_the_reason(
+    server: Server, value: bytes, problem: str, padding: int
+) -> None:
+    """Also if another process reads it, because it is large."""
+    start = b'{"prompt": "%s", "max_tokens": ' % (b"a" * padding)
+    response = await server.http.post("/v1/completions", content=start + value + b"}", headers=AS_JSON)
+    assert response.status_code == 400
+    reason = problem.format(at=len(start) + 1)
+    assert response.json()["error"]["message"] == f"the body cannot be read as JSON: {reason}"
+
+
+@pytest.mark.parametrize("size", [10, LARGE_BODY])
+async def test_a_compressed_body_is_refused_as_such(server: Server, size: int) -> None:
+    body = gzip.compress(b"a" * size, 0)
+    response = await server.http.post("/v1/completions", content=body, headers=AS_JSON)
+    assert response.status_code == 400
+    assert "cannot be read as JSON: it is compressed with gzip" in response.text
+    headers = AS_JSON | {"Content-Encoding": "gzip"}
+    response = await server.http.post("/v1/messages", content=body, headers=headers)
+    assert response.status_code == 415
+    assert "it is compressed (gzip); send it as it is" in response.json()["error"]["message"]
+
+
+async def test_the_document_says_that_metrics_are_text(server: Server) -> None:
+    document = (await server.http.get("/openapi.json")).json()
+    assert [*document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]] == ["text/plain"]
+    assert (await server.http.get("/metrics")).headers["content-type"].startswith("text/plain")
