@@ -44,6 +44,10 @@ _CASED = 0x1E944
 """Beyond this code point, no character has an upper and a lower case."""
 
 _QUANTIFIER = re.compile(r"[*+?]|\{([0-9]+)(?:,([0-9]*))?\}")
+_PLAIN = re.compile(r"""[A-Za-z0-9 !"#%&',:;<=>@_`~-]+(?![*+?{])""")
+"""Characters that are written as they are, and not repeated."""
+_ONE = re.compile(r"\[(?:\\.|[^]\\])*\]|\\(?:[dDwWsS]|[^A-Za-z0-9])|[^]\\()[{}*+?]", re.DOTALL)
+"""A class or a character, whose meaning does not depend on its place."""
 _FLAGS = re.compile(r"\(\?([a-z]*)(?:-([a-z]+))?([:)])")
 _NAMED = re.compile(r"\(\?P?<[^\W\d]\w*>")
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
@@ -74,6 +78,8 @@ class _Rewriter:
         self._at = 0
         self._flags = frozenset[str]()
         self._depth = 0
+        self._known: dict[tuple[str, frozenset[str]], str] = {}
+        """Characters and classes by their text and the flags, as expressions often repeat them."""
         self._has_ambiguous_class = False
         """Whether in another dialect a later `]` would end a class."""
 
@@ -109,7 +115,8 @@ class _Rewriter:
     def _sequence(self) -> str:
         result = []
         while self._at < len(self._text) and self._text[self._at] not in "|)":
-            result.append(self._term())
+            plain = None if "i" in self._flags else self._match(_PLAIN)
+            result.append(self._term() if plain is None else plain[0])
         return "".join(result)
 
     def _term(self) -> str:
@@ -133,6 +140,18 @@ class _Rewriter:
     def _atom(self) -> str:
         if self._sees("("):
             return self._group()
+        found = _ONE.match(self._text, self._at)
+        if found is None:
+            return self._character_or_class()
+        key = found[0], self._flags
+        if key in self._known:
+            self._at = found.end()
+        else:
+            self._known[key] = self._character_or_class()
+            assert self._at == found.end()
+        return self._known[key]
+
+    def _character_or_class(self) -> str:
         match self._next():
             case "[":
                 return self._class()

@@ -249,7 +249,8 @@ class Schemas:
         schema |= random.choice(({}, {"minimum": least}, {"exclusiveMinimum": least}))
         schema |= random.choice(({}, {"maximum": most}, {"exclusiveMaximum": most}))
         schema |= random.choice(({}, {"multipleOf": random.randint(1, 12)} if is_whole else {}))
-        return Made(schema, schema, lambda: random.randint(-60, 160) if is_whole else random.randint(1, 640) / 4)
+        parts = [0] if is_whole else [0, 0.25, 0.5]  # the grammar writes integers without a fraction
+        return Made(schema, schema, lambda: random.randint(-60, 160) + random.choice(parts))
 
     def _listed(self, _: int) -> Made:
         random = self._random
