@@ -42,9 +42,6 @@ _REJECTED = {
 """Constraints that cannot be enforced, keywords that could change the meaning of a reference, and llguidance's own
 options. Keywords that are neither enforced nor rewritten constrain nothing.
 """
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_STEP = 1e-6
-"""How far an exclusive bound moves."""
 _MAX_PATH = 200
 """Characters of a path in an error."""
 MAX_ADDED_SCHEMAS = 4096
@@ -53,6 +50,8 @@ _REJECTED_FORMATS = {
     *("idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer"),
     *("uri-reference", "uri-template"),
 }
+_LEAST = 1e-17
+"""The least number above an exclusive bound of 0."""
 _AT_THE_ROOT = {"$schema", "$id", "id"}
 _COMMON_YEAR = (
     r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -145,7 +144,7 @@ class _SchemaWalk:
 
         schema, parts = rewritten(schema, self._resolve, lambda name, error: self._drop(name, path, str(error)))
         result: dict[str, Any] = {}
-        for keyword, value in _with_safe_bounds(schema).items():
+        for keyword, value in schema.items():
             here = f"{path}/{keyword}"
             if keyword in _LISTS:
                 if not isinstance(value, list):
@@ -171,6 +170,7 @@ class _SchemaWalk:
             elif isinstance(value, str) and _SURROGATE.search(value):
                 raise self._error(keyword, path, "contains an unpaired surrogate")
         self._check(schema, path)
+        _exclude_whole_bounds(result)
         more = [self._replacement(keyword, part, path) for keyword, found in parts.items() for part in found]
         if (format := _format(result.pop("format", ""))) is not None:
             more.append({"$comment": f"{path}/format", **format})
@@ -377,28 +377,23 @@ def replaced(schema: dict[str, Any]) -> str:
     return ", ".join([name for name in names if not name.startswith("format ")][:3])
 
 
-def _with_safe_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose exclusive integral bounds are moved inwards if the range is shorter than one: llguidance
-    takes a bound such as 1 in the range from 1 to 1.5 for inclusive.
+def _exclude_whole_bounds(schema: dict[str, Any]) -> None:
+    """Turn whole exclusive bounds of numbers into inclusive ones that are a few units of precision away from zero.
+
+    llguidance allows the bound itself if the other bound has the same whole part: 3 with more than 3 and less than 3.5.
+    It may read a bound wrong in its last place.
     """
-    bounds = {name: schema[name] for name in _BOUNDS if _is_number(schema.get(name))}
-    low = max((bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds), default=-math.inf)
-    high = min((bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds), default=math.inf)
-    if not 0 < high - low < 1:
-        return schema
-    result = dict(schema)
-    for exclusive, inclusive, bound, step in (
-        ("exclusiveMinimum", "minimum", low, _STEP),
-        ("exclusiveMaximum", "maximum", high, -_STEP),
-    ):
-        if bounds.get(exclusive) == bound and float(bound).is_integer():
-            del result[exclusive]
-            result[inclusive] = bound + step
-    return result
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if schema.get("type") == "integer":
+        return
+    for bound, exclusive, end in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
+        value = schema.get(bound) if schema.get(exclusive) is True else schema.get(exclusive)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 or not 0 <= end * value < 2**50:
+            continue
+        following = value + 4 * end * math.ulp(value) if value else end * _LEAST
+        other = schema.get(bound, following)
+        if isinstance(other, int | float):
+            del schema[exclusive]
+            schema[bound] = end * max(end * following, end * other)
 
 
 def _format(name: Any) -> dict[str, Any] | None:

@@ -379,6 +379,10 @@ KIND_B: dict[str, Any] = {**KIND_A, "properties": {"kind": {"const": "b"}}, "add
         ({"type": "string", "pattern": "^(?<stop>a)b$"}, ['"ab"'], ['"a"', '"abb"']),
         ({"type": "string", "pattern": "^[]|a$"}, ['"a"'], ['""', '"]"']),
         ({"type": "number", "multipleOf": 0.1}, ["0.3", "-7"], ["0.35"]),
+        ({"type": "number", "exclusiveMinimum": 3, "exclusiveMaximum": 3.5}, ["3.25", "3.001"], ["3", "3.0", "3.5"]),
+        ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.01"], ["-0", "0", "0.1"]),
+        ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, ["0.1"], ["0", "-0"]),
+        ({"type": "number", "minimum": 2, "exclusiveMinimum": True}, ["2.5", "3"], ["2", "2.0"]),
         ({"const": 2**53}, [str(2**53)], [str(2**53 - 1)]),
         (
             {"prefixItems": [{"const": 1}], "type": "array", "$schema": "http://json-schema.org/draft-07/schema#"},
