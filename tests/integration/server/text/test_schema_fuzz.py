@@ -88,12 +88,10 @@ class Patterns:
         self, depth: int, starts: Sequence[str] = ("^", "^", "^", ""), ends: Sequence[str] = ("$", "$", "$", "")
     ) -> Pattern:
         body, start, end = self._sequence(depth), self._random.choice(starts), self._random.choice(ends)
-        before = (lambda: "") if start else self._noise
-        after = (lambda: "") if end else self._noise
         return Pattern(
             f"{start}{body.ecma}{end}",
             f"{start and BEGIN}{body.python}{end and END}",
-            lambda: before() + body.sample() + after(),
+            lambda: ("" if start else self._noise()) + body.sample() + ("" if end else self._noise()),
         )
 
     def _grouped(self, inner: Pattern, opening: str = "(", python: str = "(?:") -> Pattern:
