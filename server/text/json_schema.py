@@ -160,7 +160,10 @@ class _SchemaWalk:
             elif keyword == "$ref":
                 result[keyword] = self._reference(value, path)
             elif keyword == "pattern" and isinstance(value, str):
-                result[keyword] = self._pattern(value, keyword, path)
+                try:
+                    result[keyword] = patterns.rewritten(value)
+                except ValueError as error:
+                    self._drop(keyword, path, str(error))
             elif keyword in _ENFORCED:
                 if keyword not in _NUMBERS and not all(map(_fits, _leaves(value))):
                     raise self._error(keyword, path, "has an integer of more than 64 bits")
@@ -207,15 +210,12 @@ class _SchemaWalk:
         if "prefixItems" in schema and ("additionalItems" in schema or isinstance(schema.get("items"), list)):
             raise self._error("prefixItems", path, "cannot be combined with additionalItems or a list of items")
 
-    def _pattern(self, pattern: str, keyword: str, path: str) -> str:
-        try:
-            return patterns.rewritten(pattern)
-        except ValueError as error:
-            raise self._error(keyword, path, str(error)) from None
-
     def _by_pattern(self, schemas: dict[str, Any], path: str) -> dict[str, Any]:
         """Return the schemas by their rewritten patterns."""
-        result = {self._pattern(name, "patternProperties", path): schema for name, schema in schemas.items()}
+        try:
+            result = {patterns.rewritten(name): schema for name, schema in schemas.items()}
+        except ValueError as error:
+            raise self._error("patternProperties", path, str(error)) from None
         if len(result) < len(schemas):
             raise self._error("patternProperties", path, "has patterns that match the same names")
         return result

@@ -469,7 +469,7 @@ async def test_unsupported_keywords_pass_with_a_warning_if_asked_for(
             assert found["items"] == {"type": "string", "maxLength": 3}
         check.resolve(StructuredOutputs(grammar=f"start: %json {json.dumps({'uniqueItems': True})}"))
         assert len(record.warnings) == 2 * 3 + 1
-        for each, keyword in zip(record.warnings, ("not", "format", "pattern"), strict=False):
+        for each, keyword in zip(record.warnings, ("not", "pattern", "format"), strict=False):
             assert each.startswith(f"response_format: the schema's {keyword} (at /items)")
         for bad in ({"type": "string", "minLength": 3, "maxLength": 2}, {"$ref": "#/nowhere"}):
             with pytest.raises(InvalidParameter):

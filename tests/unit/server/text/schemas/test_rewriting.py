@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
-from quire.server.text import json_schema
+from quire.server.text import json_schema, patterns
 from quire.server.text.json_schema import checked_schema
 
 Schema = dict[str, Any]
@@ -145,7 +145,8 @@ LOSSY: list[tuple[Schema, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("schema", "lost"), [*((schema, []) for schema in SAME), *LOSSY])
-def test_the_same_values_match(schema: Schema, lost: list[Any]) -> None:
+def test_the_same_values_match(schema: Schema, lost: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "rewritten", str)  # the validator reads patterns as Python's
     before, after = validator_for(schema)(schema), Draft202012Validator(checked_schema(schema))
     matching = [value for value in VALUES if before.is_valid(value) and value not in lost]
     assert [value for value in VALUES if after.is_valid(value)] == matching
