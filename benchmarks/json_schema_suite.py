@@ -49,7 +49,17 @@ class SuiteUnavailable(Exception):
 def download(folder: Path) -> Path:
     """Download the suite into a folder, and return the one with its drafts. Raises `SuiteUnavailable`."""
     package = f"jsonschema=={metadata.version('jsonschema')}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=jsonschema", "-d", folder, package]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary=jsonschema",
+        "-d",
+        str(folder),
+        package,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     archives = list(folder.glob("jsonschema-*.tar.gz"))
     if done.returncode or not archives:

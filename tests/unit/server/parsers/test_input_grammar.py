@@ -11,7 +11,7 @@ import pytest
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.openai.custom_input import custom_input
 from quire.server.parsers.input_grammar import InputGrammar, embedded
-from quire.server.parsers.tool_calls import tool_parser
+from quire.server.parsers.output_parser import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool
 from tests.unit.server.parsers.test_tool_grammar import grammar, verdict

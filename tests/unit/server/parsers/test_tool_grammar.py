@@ -162,7 +162,7 @@ def test_references_of_a_tool_lead_to_the_same_beside_an_answer() -> None:
     }
     tools = [GrammarTool("f", tree, strict=True)]
     rules = grammar("llama3_json", "text", tools, required=False, several=False, answer=ANSWER)
-    _checked_grammar(rules)  # raises where it would be refused
+    _checked_grammar(rules, None)  # raises where it would be refused
     good = ['{"left": {"left": null, "value": 1}}', '{"value": 1, "again": 2}', '{"$ref": {"$ref": "#"}}', '{"x": [1]}']
     bad = ['{"left": {"value": "x"}}', '{"value": 1, "again": "x"}', '{"x": ["y"]}', '{"left": {"name": "f"}}']
     check("text", rules, *([f'{{"name": "f", "parameters": {each}}}' for each in texts] for texts in (good, bad)))
@@ -325,7 +325,7 @@ def test_quoted_arguments_follow_the_schema(format: str, call: str, key: str, go
     calls = [[call.format(key=key, value=value.replace('"', quote)) for value in values] for values in (good, bad)]
     for kind in ("text", "special"):
         rules = grammar(format, kind, (GrammarTool("f", TREE),), several=False)
-        _checked_grammar(rules)  # raises where it would be refused
+        _checked_grammar(rules, None)  # raises where it would be refused
         check(kind, rules, *calls)
     for written in calls[0]:
         _, _, ((_, said),) = joined(tool_parser(tool_format, {"f": TREE}).feed(written))
