@@ -142,7 +142,7 @@ def _add_front(
             allow_methods=names(options.allowed_methods),
             allow_headers=names(options.allowed_headers),
             allow_credentials=options.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Quire-Warning"],
         )
     if traced is not None:
         from quire.server.http.tracing import TracingMiddleware  # imports OpenTelemetry

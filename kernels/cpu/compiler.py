@@ -86,7 +86,6 @@ def compile_library(
                 for done in as_completed(compiled):
                     objects.append(done.result())
                     report(len(objects), len(sources))
-                headers.result()
             except CompileError:
                 pool.shutdown(cancel_futures=True)
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 from xml.sax.saxutils import quoteattr
@@ -75,6 +76,11 @@ class _ToolResultBlock(_Block):
     is_error: bool | None = None
 
 
+class _CompactionBlock(_Block):
+    content: str | None = None
+    """A summary of the conversation before it."""
+
+
 _TEXT: dict[str, type[MessagePart]] = {"text": _TextBlock}
 _DOCUMENTS: dict[str, type[MessagePart]] = {
     **_TEXT,
@@ -88,7 +94,10 @@ _OF_ASSISTANT: dict[str, type[MessagePart]] = {
     "thinking": _ThinkingBlock,
     "redacted_thinking": _RedactedThinkingBlock,
     "tool_use": _ToolUseBlock,
+    "compaction": _CompactionBlock,
 }
+_OF_SERVER = re.compile("(server|mcp)_tool_use|.*_tool_result")
+"""Types of the assistant's blocks about tools that Anthropic runs."""
 _SOURCES: dict[str, type[MessagePart]] = {"text": _TextSource, "content": _ContentSource}
 
 
@@ -153,8 +162,12 @@ class MessageTurns:
     def _assistant_message(self, content: Sequence[Mapping[str, Any]], param: str) -> dict[str, Any]:
         texts, thoughts, calls = [], [], []
         for at, block in enumerate(content):
+            kind = block.get("type")
+            if isinstance(kind, str) and _OF_SERVER.fullmatch(kind):
+                self._ignored.add(f"{param}[{at}].type={kind}")
+                continue
             match variant(_OF_ASSISTANT, block, f"{param}[{at}]", self._ignored):
-                case _TextBlock(text=text):
+                case _TextBlock(text=text) | _CompactionBlock(content=str(text)):
                     texts.append(text)
                 case _ThinkingBlock(thinking=text):
                     thoughts.append(text)

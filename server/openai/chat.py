@@ -70,6 +70,12 @@ class _Tool(MessagePart):
     function: _Function
 
 
+def _is_hosted(tool: Mapping[str, Any]) -> bool:
+    """Return whether OpenAI's servers would run the tool. It is an offer, so the model can do without it."""
+    kind = tool.get("type")
+    return isinstance(kind, str) and kind not in ("function", "custom")
+
+
 class ChatMessage(MessagePart):
     """A message of the conversation."""
 
@@ -189,6 +195,10 @@ class ChatRequest(GenerationRequest):
                 "continue_final_message and add_generation_prompt exclude each other; send only one of them",
                 "continue_final_message",
             )
+        if 0 in (self.max_tokens, self.num_predict):
+            raise InvalidParameter("max_tokens must be at least 1; 0 is only allowed in completions", "max_tokens")
+        if self.reasoning_effort is not None and isinstance(self.think, str):
+            raise InvalidParameter("think and reasoning_effort mean the same; send only one of them", "think")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameter("top_logprobs requires logprobs: true", "top_logprobs")
         if self.logprob_token_ids is not None and not self.logprobs:
@@ -199,7 +209,10 @@ class ChatRequest(GenerationRequest):
             for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
                 variant({"text": _TextPart}, part, f"messages[{at}].content[{index}]", ignored)
         for at, tool in enumerate(self.tools or ()):
-            variant({"function": _Tool}, tool, f"tools[{at}]", ignored)
+            if _is_hosted(tool):
+                ignored.add(f"tools[{at}].type={tool['type']}")
+            else:
+                variant({"function": _Tool}, tool, f"tools[{at}]", ignored)
         return ignored
 
     @property
@@ -222,10 +235,11 @@ class ChatRequest(GenerationRequest):
             add_special_tokens=bool(self.add_special_tokens),
         )
         max_calls = 1 if self.parallel_tool_calls is False else self.max_tool_calls
+        tools = [tool for tool in self.tools or () if not _is_hosted(tool)]
         return ChatInput(
             messages=[message.shown() for message in self.messages],
-            tools=self.tools or (),
-            tool_use=read_tool_use(self.tools or (), self.tool_choice, max_calls),
+            tools=tools,
+            tool_use=read_tool_use(tools, self.tool_choice, max_calls),
             template=template,
             shows_reasoning=self.include_reasoning is not False,
             thinking_budget=self.thinking_token_budget,
@@ -235,7 +249,7 @@ class ChatRequest(GenerationRequest):
         processor = admit(self.check_fields())
         params = self.sampling_params(
             processor.sampling_defaults,
-            max_tokens=self.longest or None,
+            max_tokens=self.longest,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prediction="" if self.prediction is None else self.prediction.predicted_text,
         )

@@ -103,7 +103,7 @@ _OF_OLLAMA: Mapping[str, ExtraField] = {
 class OllamaOptions(RequestModel):
     """Options of Ollama. Parameters that have an effect here are fields of the body instead."""
 
-    extra_fields: ClassVar[Mapping[str, ExtraField]] = _OF_OLLAMA
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {**_OF_OLLAMA, "repeat_last_n": rejected(-1)}
 
 
 class GenerationRequest(RequestBody):
@@ -244,6 +244,8 @@ class GenerationRequest(RequestBody):
         for name, other in (("num_predict", "max_tokens"), ("repeat_penalty", "repetition_penalty")):
             if getattr(self, name) is not None and getattr(self, other) is not None:
                 raise InvalidParameter(f"{name} and {other} mean the same; send only one of them", name)
+        if self.repeat_penalty not in (None, 1.0) and (self.model_extra or {}).get("repeat_last_n") not in (None, -1):
+            raise InvalidParameter("repeat_last_n must be -1: repeat_penalty is for all tokens", "repeat_last_n")
         if self.length_penalty not in (None, 1.0) and not self.use_beam_search:
             raise InvalidParameter("length_penalty requires use_beam_search: true", "length_penalty")
         if self.stream_options is not None and not self.stream:

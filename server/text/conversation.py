@@ -125,6 +125,12 @@ def render(
     found = [_message(message, template.source, at, kept) for at, message in enumerate(messages)]
     turns = [turn for turn in found if turn is not None]
     if options.continue_final_message:
+        if found[-1] is None:
+            raise InvalidParameter(
+                f"{names.continue_final_message}: nothing is left of the final message without its pseudo-header; "
+                "start the server with --keep-billing-header",
+                names.continue_final_message,
+            )
         turns[-1] = _to_be_continued(turns[-1], names.continue_final_message)
     try:
         prompt = template.render(turns, variables, names.messages)

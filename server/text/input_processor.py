@@ -19,6 +19,7 @@ from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.parsers.output_parser import OutputFormat
+from quire.server.parsers.reasoning import detect_reasoning
 from quire.server.parsers.tool_formats import Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
 from quire.server.text.chat_formats import ChatFormats
@@ -331,6 +332,8 @@ class InputProcessor:
             template = self._templates.choose(bool(chat.tools))
         if chat.template.reasoning_effort is not None and chat.template.ignores_effort(template):
             self.ignore([names.reasoning_effort])
+        if chat.template.thinking and template.thinking_switch is None and detect_reasoning(template.source) is None:
+            self.ignore([names.thinking])
         for at, message in enumerate(chat.messages):
             role = message.get("role")
             if role not in ROLES and not any(f"{quote}{role}{quote}" in template.source for quote in "'\""):

@@ -165,7 +165,7 @@ OPEN_WEBUI: dict[str, Any] = {
     "options": {"num_ctx": 4096},
     "keep_alive": "5m",
     "repeat_penalty": 1.1,
-    "repeat_last_n": 64,
+    "repeat_last_n": -1,
     "mirostat": 0,
     "mirostat_eta": 0.1,
     "tfs_z": 1.0,

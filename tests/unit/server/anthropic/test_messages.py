@@ -299,6 +299,16 @@ def test_thinking_that_is_encrypted_is_ignored() -> None:
     assert ignored == {"messages[0].content[0].type=redacted_thinking"}
 
 
+def test_blocks_of_anthropics_tools_are_ignored() -> None:
+    used = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    content = [{"type": "compaction", "content": "Before."}, used, found, {"type": "text", "text": "Now."}]
+    request = CountTokensRequest.model_validate({"model": "m", "messages": [{"role": "assistant", "content": content}]})
+    ignored: set[str] = set()
+    assert request.chat_input(ignored).messages == [{"role": "assistant", "content": "Before.\nNow."}]
+    assert ignored == {f"messages[0].content[{at}].type={block['type']}" for at, block in ((1, used), (2, found))}
+
+
 @pytest.mark.parametrize(
     ("edits", "kept"),
     [

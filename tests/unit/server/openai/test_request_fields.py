@@ -70,7 +70,7 @@ IGNORED: dict[str, set[str]] = {
     },
     "Open WebUI": {
         *("chat_id", "keep_alive", "messages[].done", "messages[].id", "messages[].reasoning_details"),
-        *("messages[].timestamp", "mirostat_eta", "options.num_ctx", "repeat_last_n", "session_id"),
+        *("messages[].timestamp", "mirostat_eta", "options.num_ctx", "session_id"),
     },
     "OpenAI Agents": {
         *("messages[].extra_content", "messages[].parsed", "prompt_cache_retention"),
@@ -228,6 +228,8 @@ async def test_strict_parameters_refuse_hints_too(roomy: EngineConfig) -> None:
             ("responses", {"input": "hi", "reasoning": {"effort": "low"}}, "reasoning.effort"),
             ("responses", {"input": [*USER, {**USER[0], "mood": "bad"}], "instructions": "x"}, "input[1].mood"),
             ("responses", {"input": "hi", "tools": [WEB_SEARCH]}, "tools[0].type=web_search"),
+            ("chat/completions", {**chat, "tools": [WEB_SEARCH]}, "tools[0].type=web_search"),
+            ("completions", {"prompt": "x", "think": True}, "think"),
             ("chat/completions", {**chat, "tools": [{**TOOL, "id": 1}]}, "tools[0].id"),
             (
                 "chat/completions",

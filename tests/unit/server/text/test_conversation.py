@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.protocol.errors import InvalidParameter
 from quire.server.text.chat_template import ChatTemplate
 from quire.server.text.conversation import ChatTemplateOptions, render
 
@@ -65,3 +66,5 @@ def test_pseudo_headers_of_a_system_prompt_are_removed(content: Any, shown: str)
     assert rendered(ROLES, messages) == f"{shown}u:{HEADER}\nhi;"
     kept = rendered(ROLES, [{"role": "developer", "content": f"{HEADER}\nYou are"}], keep_billing_header=True)
     assert kept == f"s:{HEADER}\nYou are;"
+    with pytest.raises(InvalidParameter, match="nothing is left of the final message"):
+        rendered(ROLES, [user, {"role": "system", "content": HEADER}], continue_final_message=True)
