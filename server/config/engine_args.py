@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from quire.engine.config.options import EngineOptions
@@ -37,19 +39,19 @@ class EngineArgs:
     """
 
     def __init__(self, model: str = EngineOptions.model, **options: Any) -> None:
-        parser = _Parser(takes_vllm_flags=True, add_help=False, allow_abbrev=False)
-        flags.add_model(parser)
-        flags.add_flags(parser, EngineOptions)
-        flags.add_hidden_flags(parser, ServerOptions, _OFFLINE)
+        parser = _parser()
         given = {name: value for name, value in options.items() if name not in _OF_THE_SERVER}
         parsed = parser.parse_args(flags.to_arguments({"model": model, **given}))
         device = getattr(parsed, "device", EngineOptions.device)
         from_environment, notes = vllm.read_environment(parser, lambda: flags.runs_on_cpu(device))
         for note in (*notes, *parsed.notes):
             logger.warning("%s", note)
-        found = argparse.Namespace(**({"log_level": "warning"} | from_environment | vars(parsed)))
-        vars(self).update(vars(flags.collect(found, EngineOptions)))
-        server = flags.collect(found, ServerOptions)
+        self._collect({"log_level": "warning"} | from_environment | vars(parsed))
+
+    def _collect(self, found: Mapping[str, Any]) -> None:
+        parsed = argparse.Namespace(**found)
+        vars(self).update(vars(flags.collect(parsed, EngineOptions)))
+        server = flags.collect(parsed, ServerOptions)
         vars(self).update((name, getattr(server, name)) for name in _OFFLINE)
 
     if TYPE_CHECKING:
@@ -67,6 +69,14 @@ class EngineArgs:
     def server_options(self) -> ServerOptions:
         """A copy of the attributes that are options of a server, too."""
         return ServerOptions(**{name: getattr(self, name) for name in _OFFLINE})
+
+    def replaced(self, **options: Any) -> EngineArgs:
+        """Return a copy with other values of these options, unless they are None. Raises `ConfigError`."""
+        parsed, made = _parser().parse_args(flags.to_arguments(options)), copy.copy(self)
+        for note in parsed.notes:
+            logger.warning("%s", note)
+        made._collect(vars(self) | vars(parsed))
+        return made
 
     @staticmethod
     def add_cli_args(parser: T) -> T:
@@ -92,3 +102,11 @@ AsyncEngineArgs = EngineArgs
 class _Parser(LazyParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(takes_vllm_flags=True, add_help=False, allow_abbrev=False)
+    flags.add_model(parser)
+    flags.add_flags(parser, EngineOptions)
+    flags.add_hidden_flags(parser, ServerOptions, _OFFLINE)
+    return parser

@@ -40,6 +40,9 @@ from quire.server.text.conversation import Message
 
 logger = logging.getLogger(__name__)
 
+_NO_EFFECT = ("usage_context", "start_engine_loop", "stat_loggers", "enable_multiprocessing")
+"""Arguments of vLLM's `from_engine_args` that change nothing here."""
+
 
 class AsyncLLM:
     """A model for asyncio programs. The engine starts with the first request, with `async with`, or with `start`.
@@ -62,12 +65,27 @@ class AsyncLLM:
         """The requests that `abort` finds."""
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **ignored: Any) -> AsyncLLM:
-        """Make an `AsyncLLM` with these options. vLLM's other arguments, such as `usage_context`, have no effect."""
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        *,
+        chat_template: str | None = None,
+        log_level: str | None = None,
+        **ignored: Any,
+    ) -> AsyncLLM:
+        """Make an `AsyncLLM` with these options. `chat_template` and `log_level` replace those of `engine_args`, which
+        is not changed; None: keep them.
+
+        These arguments of vLLM's have no effect: `usage_context`, `start_engine_loop`, `stat_loggers`,
+        `enable_multiprocessing`. Raises `ConfigError`, and `TypeError` for other arguments.
+        """
+        for name in ignored:
+            if name not in _NO_EFFECT:
+                raise TypeError(f"from_engine_args: unexpected keyword argument {name!r}; set it in engine_args")
         if ignored:
             logger.info("from_engine_args: %s: no effect", ", ".join(ignored))
         made = cls.__new__(cls)
-        made._load(engine_args)
+        made._load(engine_args.replaced(chat_template=chat_template, log_level=log_level))
         return made
 
     async def start(self) -> Frontend:

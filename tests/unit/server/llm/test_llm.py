@@ -66,6 +66,20 @@ def test_the_models_own_sampling_parameters(model_folder: Path, core_mode: Calla
         assert llm.get_default_sampling_params() is not llm.get_default_sampling_params()
 
 
+def test_arguments_of_from_engine_args_replace_options(model_folder: Path) -> None:
+    args = EngineArgs(
+        str(model_folder), load_format="dummy", device="cpu", chat_template="old", tool_call_parser="hermes"
+    )
+    made = AsyncLLM.from_engine_args(args, chat_template="new", log_level="INFO", stat_loggers=[])
+    assert (made._server.chat_template, made._server.log_level) == ("new", "info")
+    assert (made._server.tool_call_parser, args.chat_template, args.log_level) == ("hermes", "old", "warning")
+    assert AsyncLLM.from_engine_args(args)._server == args.server_options
+    with pytest.raises(ConfigError, match="argument --log-level: invalid choice: 'loud'"):
+        AsyncLLM.from_engine_args(args, log_level="loud")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chat_templates'"):
+        AsyncLLM.from_engine_args(args, chat_templates="new")
+
+
 def test_metrics_are_objects(llm: LLM) -> None:
     llm.generate(["a", "b"])
     found = {metric.name: metric for metric in llm.get_metrics()}
