@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from quire.server.llm import pooling
 from quire.server.llm.hf_tokenizer import hf_tokenizer
 from quire.server.llm.offline_request import OfflineRequest
 from quire.server.llm.pooling import PoolingParams
-from quire.server.llm.prompts import PromptLike, chat_input, check_supported, process_chat, process_prompt
+from quire.server.llm.prompts import PromptLike, Tokenization, chat_input, check_supported, process_chat, process_prompt
 from quire.server.serving.frontend import Frontend
 from quire.server.serving.llm_outputs import (
     ClassificationRequestOutput,
@@ -115,20 +115,22 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Generate text for a prompt, for `async for`. Each result holds all output so far, unless `output_kind` of the
         `sampling_params` says otherwise; the last one is `finished`.
 
         `sampling_params` None: the model's own defaults. `request_id` None: a random one. Requests of lower `priority`
-        run first with `scheduling_policy="priority"`. Other arguments of vLLM's (`unsupported`), such as
-        `lora_request`, must be None.
+        run first with `scheduling_policy="priority"`. `tokenization_kwargs` may have `add_special_tokens` and
+        `truncate_prompt_tokens`. Other arguments of vLLM's (`unsupported`), such as `lora_request`, must be None.
 
         Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed` and
         `EngineUnavailable`.
         """
         check_supported(unsupported)
-        request = await self._submit(prompt, sampling_params, request_id, priority)
+        request = await self._submit(prompt, sampling_params, request_id, priority, tokenization_kwargs)
         async for result in request.results():
             yield result
 
@@ -138,6 +140,8 @@ class AsyncLLM:
         prompt: PromptLike,
         params: SamplingParams | None = None,
         priority: int = 0,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Start a request; returns the results that `AsyncLLM.generate` yields, which need not be read at once.
@@ -145,7 +149,7 @@ class AsyncLLM:
         The request is aborted when the iterator is deleted. Raises `InvalidParameter` and `EngineUnavailable`.
         """
         check_supported(unsupported)
-        return _Results(await self._submit(prompt, params, request_id, priority))
+        return _Results(await self._submit(prompt, params, request_id, priority, tokenization_kwargs))
 
     async def abort(self, request_id: str) -> None:
         """Abort a request of `AsyncLLM.generate` or `AsyncLLM.add_request`, whose reader gets `RequestFailed`; ignores
@@ -155,10 +159,16 @@ class AsyncLLM:
             request.abort()
 
     async def _submit(
-        self, prompt: PromptLike, params: SamplingParams | None, request_id: str | None, priority: int
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        tokenization_kwargs: Mapping[str, Any] | None,
     ) -> OfflineRequest:
-        frontend = await self.start()
-        request = OfflineRequest(frontend, *await process_prompt(frontend, prompt, params, priority), request_id)
+        tokenization, frontend = Tokenization.of(tokenization_kwargs), await self.start()
+        processed = await process_prompt(frontend, prompt, params, priority, tokenization=tokenization)
+        request = OfflineRequest(frontend, *processed, request_id)
         self._requests[request.id] = request
         return request
 
@@ -168,11 +178,17 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **chat: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Answer a conversation; otherwise like `AsyncLLM.generate`. `chat` are the keyword options of `LLM.chat`."""
-        frontend, given = await self.start(), replace(chat_input(**chat), messages=messages)
-        request = OfflineRequest(frontend, *await process_chat(frontend, given, sampling_params, priority), request_id)
+        """Answer a conversation; otherwise like `AsyncLLM.generate`. `chat` are the keyword options of `LLM.chat`, and
+        other arguments of vLLM's, which must be None.
+        """
+        given, tokenization = replace(chat_input(**chat), messages=messages), Tokenization.of(tokenization_kwargs)
+        frontend = await self.start()
+        processed = await process_chat(frontend, given, sampling_params, priority, tokenization=tokenization)
+        request = OfflineRequest(frontend, *processed, request_id)
         async for result in request.results():
             yield result
 
@@ -189,6 +205,8 @@ class AsyncLLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **unsupported: Any,
     ) -> EmbeddingRequestOutput:
         """Compute the vector of a prompt, with an embedding model (`runner`).
 
@@ -196,20 +214,22 @@ class AsyncLLM:
         removes those on the `truncation_side`; None: a longer prompt is an error. `add_special_tokens` is for texts.
         `dimensions` keeps the first numbers of a Matryoshka model's vector, and `normalize` gives it length 1; None: as
         the model declares. `prompt_name` is the name of the model's prompt to put before a text; None: its default.
-        `pooling_params` is another way to give some of these.
+        `pooling_params` and `tokenization_kwargs` are other ways to give some of these. Other arguments of vLLM's
+        (`unsupported`), such as `lora_request`, must be None.
 
         Cancelling the task aborts the request. Raises the same errors as `AsyncLLM.generate`.
         """
-        frontend = await self.start()
         rendering = pooling.options(
             pooling_params,
             truncate_prompt_tokens=truncate_prompt_tokens,
             truncation_side=truncation_side,
             add_special_tokens=add_special_tokens,
             prompt_name=prompt_name,
+            tokenization_kwargs=tokenization_kwargs,
+            **unsupported,
         )
         vectors = pooling.vector_options(pooling_params, dimensions=dimensions, normalize=normalize)
-        return await pooling.embed(frontend, prompt, rendering, vectors, request_id, priority)
+        return await pooling.embed(await self.start(), prompt, rendering, vectors, request_id, priority)
 
     async def classify(
         self,
@@ -223,8 +243,8 @@ class AsyncLLM:
     ) -> ClassificationRequestOutput:
         """Compute the probability of each label, with a classifier; if `use_activation` is False, its logit.
 
-        `rendering` are `truncate_prompt_tokens`, `truncation_side` and `add_special_tokens` of `AsyncLLM.embed`, which
-        raises the same errors.
+        `rendering` are `truncate_prompt_tokens`, `truncation_side`, `add_special_tokens` and `tokenization_kwargs` of
+        `AsyncLLM.embed`, which raises the same errors, and other arguments of vLLM's, which must be None.
         """
         given = pooling.options(pooling_params, **rendering)
         vectors = pooling.vector_options(pooling_params, normalize=use_activation)

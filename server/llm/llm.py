@@ -123,7 +123,6 @@ class LLM(LLMEngine):
         the template, such as `enable_thinking`. `add_generation_prompt` starts the assistant's turn;
         `continue_final_message` continues the last message instead.
         """
-        check_supported(unsupported)
         chat = chat_input(
             tools or (),
             tool_choice,
@@ -131,6 +130,7 @@ class LLM(LLMEngine):
             chat_template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            **unsupported,
         )
         many: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         chats = [replace(chat, messages=each) for each in many]
@@ -187,7 +187,6 @@ class LLM(LLMEngine):
 
         `pooling_params` are common to all prompts, or one for each.
         """
-        check_supported(unsupported)
         render = partial(
             pooling.options,
             truncate_prompt_tokens=truncate_prompt_tokens,
@@ -195,6 +194,7 @@ class LLM(LLMEngine):
             add_special_tokens=add_special_tokens,
             prompt_name=prompt_name,
             tokenization_kwargs=tokenization_kwargs,
+            **unsupported,
         )
         finish = partial(pooling.vector_options, dimensions=dimensions, normalize=normalize)
         pool = partial(pooling.embed, self._frontend)
@@ -207,11 +207,9 @@ class LLM(LLMEngine):
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_activation: bool | None = None,
-        lora_request: None = None,
         **rendering: Any,
     ) -> list[ClassificationRequestOutput]:
         """Classify one or more prompts, with a classifier; otherwise like `AsyncLLM.classify`."""
-        check_supported({"lora_request": lora_request})
         render = partial(pooling.options, **rendering)
         finish = partial(pooling.vector_options, normalize=use_activation)
         pool = partial(pooling.classify, self._frontend)
@@ -226,11 +224,9 @@ class LLM(LLMEngine):
         pooling_task: Literal["embed", "classify"] | None = None,
         dimensions: int | None = None,
         use_activation: bool | None = None,
-        lora_request: None = None,
         **rendering: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Compute the pooled outputs of one or more prompts; otherwise like `AsyncLLM.encode`."""
-        check_supported({"lora_request": lora_request})
         first = pooling_params[0] if isinstance(pooling_params, Sequence) and pooling_params else pooling_params
         task = pooling_task or (first.task if isinstance(first, PoolingParams) else None)
         render = partial(pooling.options, **rendering)
@@ -246,11 +242,9 @@ class LLM(LLMEngine):
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
         use_activation: bool | None = None,
-        lora_request: None = None,
         **rendering: Any,
     ) -> list[ScoringRequestOutput]:
         """Score pairs of texts, all of them in one request; otherwise like `AsyncLLM.score`."""
-        check_supported({"lora_request": lora_request})
         options = pooling.options(pooling_params, **rendering)
         activated = pooling.vector_options(pooling_params, normalize=use_activation).normalize
         with _bar(1, use_tqdm) as bar:
@@ -307,15 +301,16 @@ class LLM(LLMEngine):
         params = pooling_params if isinstance(pooling_params, Sequence) else [pooling_params] * len(many)
         if len(params) != len(many):
             raise ValueError(f"pooling_params: {len(params)} for {len(many)} prompts")
+        inputs = [(prompt, render(given), finish(given)) for prompt, given in zip(many, params, strict=True)]
         with _bar(len(many), use_tqdm) as bar:
 
-            async def one(prompt: PromptLike, given: PoolingParams | None) -> T:
-                result = await pool(prompt, render(given), finish(given))
+            async def one(prompt: PromptLike, rendering: EmbeddingOptions, vectors: VectorOptions) -> T:
+                result = await pool(prompt, rendering, vectors)
                 bar.update()
                 return result
 
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(*each)) for each in zip(many, params, strict=True)]
+                tasks = [group.create_task(one(*each)) for each in inputs]
         return [task.result() for task in tasks]
 
 

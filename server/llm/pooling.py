@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.llm.prompts import PromptLike, Tokenization, integer, split
+from quire.server.llm.prompts import PromptLike, Tokenization, check_supported, split, typed
 from quire.server.serving.frontend import Frontend
 from quire.server.serving.llm_outputs import (
     ClassificationOutput,
@@ -21,7 +21,7 @@ from quire.server.serving.llm_outputs import (
     ScoringRequestOutput,
 )
 from quire.server.text.embedding_output import VectorOptions, scores
-from quire.server.text.inputs import EmbeddingOptions, Task
+from quire.server.text.inputs import EmbeddingOptions, Task, TruncationSide
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ async def _pool(
     processor, (given, text, salt) = frontend.admit(task), split(prompt)
     (ids,) = await processor.pooled.process_embeddings({"prompt": given}, rendering, vectors)
     request_id = request_id or uuid.uuid4().hex
-    with frontend.embed(request_id, [ids], integer(priority, "priority"), salt) as embedding:
+    with frontend.embed(request_id, [ids], typed(priority, int, "priority"), salt) as embedding:
         (output,) = await embedding.vectors()
     assert processor.pooling is not None
     return vectors.finish(output.vector or b"", processor.pooling).tolist(), {
@@ -124,7 +124,7 @@ async def score(
             raise InvalidParameter(f"{param}: only texts can be scored", param)
     given = await processor.pooled.process_pairs(data_1, data_2, rendering, ("data_1", "data_2"))
     request_id = request_id or uuid.uuid4().hex
-    priority = integer(priority, "priority")
+    priority = typed(priority, int, "priority")
     with frontend.embed(request_id, given.prompts, priority, None, given.second_segments) as embedding:
         outputs = await embedding.vectors()
     assert processor.pooling is not None
@@ -150,15 +150,22 @@ def options(
     add_special_tokens: bool = True,
     tokenization_kwargs: Mapping[str, Any] | None = None,
     prompt_name: str | None = None,
+    **unsupported: Any,
 ) -> EmbeddingOptions:
-    """The options for rendering prompts, from a method's arguments; they override `params`."""
+    """The options for rendering prompts, from a method's arguments; they override `params`.
+
+    Raises `InvalidParameter` for values of wrong types, and the errors of `check_supported`.
+    """
+    check_supported(unsupported)
     tokenization = Tokenization.of(tokenization_kwargs)
     of_params = None if params is None else params.truncate_prompt_tokens
     lengths = (truncate_prompt_tokens, tokenization.truncate_prompt_tokens, of_params)
     return EmbeddingOptions(
         add_special_tokens=add_special_tokens and tokenization.add_special_tokens is not False,
-        truncate=next((each for each in lengths if each is not None), None),
-        truncation_side=truncation_side,
+        truncate=typed(
+            next((each for each in lengths if each is not None), None), int | None, "truncate_prompt_tokens"
+        ),
+        truncation_side=typed(truncation_side, TruncationSide, "truncation_side"),
         prompt_name=prompt_name,
     )
 
@@ -170,6 +177,6 @@ def vector_options(
     params = params or PoolingParams()
     switches = (normalize, params.use_activation, params.normalize)
     return VectorOptions(
-        dimensions=params.dimensions if dimensions is None else dimensions,
+        dimensions=typed(params.dimensions if dimensions is None else dimensions, int | None, "dimensions"),
         normalize=next((each for each in switches if each is not None), None),
     )

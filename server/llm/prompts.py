@@ -79,7 +79,7 @@ class ProcessedPrompt(NamedTuple):
     text: str | None = None
 
 
-class Tokenization(NamedTuple):
+class Tokenization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's `tokenization_kwargs`. None: the method's own default."""
 
     add_special_tokens: bool | None = None
@@ -87,14 +87,13 @@ class Tokenization(NamedTuple):
 
     @staticmethod
     def of(given: Mapping[str, Any] | None) -> Tokenization:
-        """Raises `InvalidParameter` for keys that are not supported."""
+        """Raises `InvalidParameter` for keys that are not supported, and for values of wrong types."""
         try:
-            return Tokenization(**given or {})
-        except TypeError:
+            return msgspec.convert({} if given is None else given, Tokenization)
+        except msgspec.ValidationError as error:
+            supported = " and ".join(Tokenization.__struct_fields__)
             raise InvalidParameter(
-                f"tokenization_kwargs: only {' and '.join(Tokenization._fields)} are supported, got "
-                f"{', '.join(map(str, given or {}))}",
-                "tokenization_kwargs",
+                f"tokenization_kwargs: {error}; only {supported} are supported", "tokenization_kwargs"
             ) from None
 
 
@@ -105,12 +104,23 @@ def chat_input(
     tools: Sequence[Mapping[str, Any]] = (),
     tool_choice: str | Mapping[str, Any] | None = None,
     *,
+    chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    **template: Any,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    **unsupported: Any,
 ) -> ChatInput:
-    """Convert the options of `LLM.chat`, without messages; raises `InvalidParameter` for invalid tool options."""
+    """Convert the options of `LLM.chat`, without messages; raises `InvalidParameter` for invalid tool options, and the
+    errors of `check_supported`.
+    """
+    check_supported(unsupported)
     tool_use = read_tool_use(tools or (), tool_choice)
-    options = ChatTemplateOptions(chat_template_kwargs=chat_template_kwargs or {}, **template)
+    options = ChatTemplateOptions(
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs or {},
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
     return ChatInput(messages=(), tools=tools or (), tool_use=tool_use, template=options)
 
 
@@ -179,15 +189,16 @@ def _options(
     kept = params.truncate_prompt_tokens
     return RequestOptions(
         truncate_prompt_tokens=tokenization.truncate_prompt_tokens if kept is None else kept,
-        priority=integer(priority, "priority"),
+        priority=typed(priority, int, "priority"),
         cache_salt=cache_salt,
         reject_long_output=False,
     )
 
 
-def integer(value: Any, param: str) -> int:
+def typed(value: Any, kind: Any, param: str) -> Any:
+    """Return the value of a parameter; raises `InvalidParameter` if its type is not `kind`."""
     try:
-        return msgspec.convert(value, int)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise InvalidParameter(f"{param}: {error}", param) from None
 
@@ -241,5 +252,5 @@ def check_supported(given: Mapping[str, Any], unknown: Exception | None = None) 
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, known, n=1)
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f"; did you mean {found[0]}?" if found else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,41 @@ def test_token_ids_may_have_an_argument_of_their_own(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match="lora_request: LoRA adapters are not supported"):
         llm.llm_engine.add_request("2", "a", lora_request=object())
     assert [result.request_id for result in llm.llm_engine.step()] == ["1"]
+
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("generate", "embed", "classify", "encode"), ("a",)),
+    "chat": ([{"role": "user", "content": "a"}],),
+    "score": ("a", "b"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_other_arguments_of_asyncio_methods(name: str, model_folder: Path) -> None:
+    llm = AsyncLLM(str(model_folder), load_format="dummy", device="cpu")
+    await check_arguments(partial(call, getattr(llm, name), *CALLS[name]))
+
+
+async def test_other_arguments_of_methods(llm: LLM) -> None:
+    for name, given in CALLS.items():
+        await check_arguments(partial(call, getattr(llm, name), *given))
+
+
+async def call(method: Callable[..., Any], *given: Any, **options: Any) -> None:
+    answer = method(*given, **options)
+    if isinstance(answer, AsyncIterator):
+        await anext(answer)
+    elif isinstance(answer, Awaitable):
+        await answer
+
+
+async def check_arguments(run: Callable[..., Awaitable[None]]) -> None:
+    with pytest.raises(InvalidParameter, match=r"^lora_request: LoRA adapters are not supported"):
+        await run(lora_request=object())
+    with pytest.raises(TypeError, match=r"^unexpected keyword argument 'trace_header'; did you mean trace_headers\?$"):
+        await run(trace_header=None)
+    with pytest.raises(InvalidParameter, match=r"^tokenization_kwargs: Expected `int"):
+        await run(trace_headers=None, lora_request=None, tokenization_kwargs={"truncate_prompt_tokens": "x"})
 
 
 def test_the_models_own_sampling_parameters(model_folder: Path, core_mode: Callable[[str], None]) -> None:
@@ -198,6 +233,17 @@ async def test_the_kind_of_results(model_folder: Path, core_mode: Callable[[str]
         params = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.FINAL_ONLY)
         (result,) = [each async for each in llm.generate("hello world", params)]
         assert (result.finished, result.outputs[0].text) == (True, "hello world")
+
+
+async def test_asyncio_programs_choose_the_tokenization(model_folder: Path, core_mode: Callable[[str], None]) -> None:
+    async with AsyncLLM(str(model_folder), load_format="dummy", device="cpu") as llm:
+        cut = {"truncate_prompt_tokens": 2}
+        for results in (
+            llm.generate("hello world", tokenization_kwargs=cut, lora_request=None),
+            await llm.add_request("1", "hello world", tokenization_kwargs=cut),
+            llm.chat([{"role": "user", "content": "hello"}], tokenization_kwargs=cut, lora_request=None),
+        ):
+            assert [len(each.prompt_token_ids) async for each in results][-1] == 2
 
 
 def test_llm_returns_whole_outputs_whatever_the_kind(llm: LLM) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.server.llm import pooling
 from quire.server.llm.prompts import (
     TextPrompt,
     Tokenization,
@@ -45,8 +46,31 @@ async def test_prompts_are_truncated_and_tokenized_as_asked(server: Server) -> N
     asked = Tokenization.of({"add_special_tokens": False, "truncate_prompt_tokens": 2})
     processed = await process_prompt(server.frontend, "all kinds", None, 0, tokenization=asked)
     assert processed.given.prompts == [server.tokenizer.encode("all kinds", add_special_tokens=False)[-2:]]
-    with pytest.raises(InvalidParameter, match=r"only add_special_tokens and truncate_prompt_tokens .*, got padding"):
-        Tokenization.of({"padding": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"padding": True}, "field `padding`; only add_special_tokens and truncate_prompt_tokens are supported"),
+        ({"truncate_prompt_tokens": "x"}, "Expected `int | null`, got `str` - at `$.truncate_prompt_tokens`"),
+        ({"add_special_tokens": 1}, "Expected `bool | null`, got `int` - at `$.add_special_tokens`"),
+        ([1], "Expected `object`, got `array`"),
+    ],
+)
+def test_tokenization_options_are_checked(given: Any, message: str) -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        Tokenization.of(given)
+    assert str(refused.value).startswith("tokenization_kwargs: ")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given", [{"truncate_prompt_tokens": "x"}, {"truncation_side": "middle"}, {"dimensions": "x"}], ids=str
+)
+def test_types_of_pooling_options_are_checked(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(InvalidParameter, match=f"^{name}: "):
+        pooling.vector_options(None, **given) if name == "dimensions" else pooling.options(**given)
 
 
 async def test_thinking_budgets_are_for_conversations(server: Server) -> None:
@@ -97,3 +121,5 @@ def test_arguments_of_vllm_that_are_not_supported() -> None:
         check_supported({"lora_request": object()})
     with pytest.raises(TypeError, match="unexpected keyword argument 'lora_requests'; did you mean lora_request"):
         check_supported({"lora_requests": None})
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'chat_template_kwarg'$"):
+        check_supported({"chat_template_kwarg": {}})

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from quire import LLM, AsyncLLM
+from quire import LLM, AsyncLLM, PoolingParams
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.pooling import Activation, Classes, Dense, Pooling
 from quire.engine.protocol.engine_core import EngineCoreRequest
@@ -490,7 +490,11 @@ async def test_async_llm(folder: Path, core_mode: Callable[[str], None]) -> None
         (same,) = await llm.score("hello", "hello", "mine", truncate_prompt_tokens=1)
         assert (same.request_id, same.outputs.score) == ("mine", closely(1.0))
         assert len(same.prompt_token_ids) == 2
-        vector = (await llm.encode("hello")).outputs.data
-        assert (await llm.embed("hello")).outputs.embedding == vector
+        unused = {"lora_request": None, "trace_headers": None}
+        assert (await llm.score("hello", "hello", truncate_prompt_tokens=1, **unused))[0].outputs == same.outputs
+        vector = (await llm.encode("hello", PoolingParams(), "id", **unused)).outputs.data
+        assert (await llm.embed("hello", **unused)).outputs.embedding == vector
+        cut = await llm.embed("hello", tokenization_kwargs={"truncate_prompt_tokens": 1})
+        assert len(cut.prompt_token_ids) == 1
         with pytest.raises(InvalidParameter, match="computes embeddings and does not classify"):
             await llm.classify("a")
