@@ -96,12 +96,12 @@ class CoreProfiler:
             return self._reply(message, "the profiler is just being started or stopped")
         if isinstance(message, StopProfile):
             if self._started is None:
-                return self._reply(message, "no profile is running; start one with POST /start_profile")
+                return self._reply(message, "no profile is running; start one with start_profile")
             self._stopping.append(self._started)
             self._started = None
         elif self._started is not None and (left := self._started[1].deadline - time.monotonic()) > 0:
             return self._reply(
-                message, f"a profile is running already, for {left:.0f} s at most; stop it with POST /stop_profile"
+                message, f"a profile is running already, for {left:.0f} s at most; stop it with stop_profile"
             )
         else:
             self._recording = LoopSpans(message.options.seconds)

@@ -315,20 +315,26 @@ class AsyncLLM:
         `torch_profiler_dir`, the option with the folder for traces, `EngineUnavailable`, and `RuntimeError` if a
         recording is running.
         """
-        if self._server.torch_profiler_dir is None:
-            raise ConfigError(
-                "torch_profiler_dir is not set: give the folder for traces, as in LLM(torch_profiler_dir=…)"
-            )
+        self._traces()
         await (await self.start()).profiler.start(MAX_PROFILE_SECONDS)
         self._profile_prefix = profile_prefix or "quire"
 
     async def stop_profile(self) -> str:
         """Stop recording; returns the path of the trace of all ranks, in the format of Chrome and Perfetto, as
-        `.json.gz`. Raises `EngineUnavailable`, `OSError`, and `RuntimeError` if nothing was recorded.
+        `.json.gz`. Raises `ConfigError` without `torch_profiler_dir`, `EngineUnavailable`, `OSError`, and
+        `RuntimeError` if nothing was recorded.
         """
-        folder = self._server.torch_profiler_dir or ""
+        folder = self._traces()
         path, _ = await (await self.start()).profiler.save(folder, self._profile_prefix)
         return path
+
+    def _traces(self) -> str:
+        """Return the folder for traces."""
+        if (folder := self._server.torch_profiler_dir) is None:
+            raise ConfigError(
+                "torch_profiler_dir is not set: give the folder for traces, as in LLM(torch_profiler_dir=…)"
+            )
+        return folder
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Let no later request use what the prefix cache has now; returns True. Running requests go on.

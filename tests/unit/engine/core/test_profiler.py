@@ -76,10 +76,10 @@ def test_only_one_profile_runs_at_a_time() -> None:
     core = core_with({**script, 5: [Shutdown()]}, [*first, submit(0, "a", [1], 50)])
     run(core)
     errors = dict(replies(core))
-    assert "POST /start_profile" in errors[1]
+    assert errors[1] == "no profile is running; start one with start_profile"  # a route, or a method of `LLM`
     assert "just being started" in errors[3]
     assert "running already" in errors[4]
-    assert "POST /stop_profile" in errors[4]
+    assert errors[4].endswith("; stop it with stop_profile")
     assert (errors[2], errors[5]) == ("", "")
     assert "no profile is running" in errors[6]
 

@@ -152,8 +152,10 @@ def test_profiles_are_files_in_the_folder_for_traces(llm: LLM, tmp_path: Path) -
 
 
 async def test_profiles_need_a_folder(model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match="torch_profiler_dir is not set"):
-        await AsyncLLM(str(model_folder), load_format="dummy", device="cpu").start_profile()
+    llm = AsyncLLM(str(model_folder), load_format="dummy", device="cpu")
+    for method in (llm.start_profile, llm.stop_profile):
+        with pytest.raises(ConfigError, match="torch_profiler_dir is not set"):
+            await method()
 
 
 def test_a_reset_prefix_cache_is_found_by_nobody(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
