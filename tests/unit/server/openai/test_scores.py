@@ -490,7 +490,7 @@ async def test_async_llm(folder: Path, core_mode: Callable[[str], None]) -> None
         (same,) = await llm.score("hello", "hello", "mine", truncate_prompt_tokens=1)
         assert (same.request_id, same.outputs.score) == ("mine", closely(1.0))
         assert len(same.prompt_token_ids) == 2
-        unused = {"lora_request": None, "trace_headers": None}
+        unused: dict[str, Any] = {"lora_request": None, "trace_headers": None}
         assert (await llm.score("hello", "hello", truncate_prompt_tokens=1, **unused))[0].outputs == same.outputs
         vector = (await llm.encode("hello", PoolingParams(), "id", **unused)).outputs.data
         assert (await llm.embed("hello", **unused)).outputs.embedding == vector
