@@ -122,7 +122,7 @@ class Toolset:
         return [tool for tool in self._functions if tool["function"]["name"] not in names]
 
 
-class _ClientTool(NamedTuple):
+class _RunByClient(NamedTuple):
     """What Anthropic's models know of a tool that clients run."""
 
     description: str
@@ -165,7 +165,7 @@ def _commands(commands: Sequence[str], fields: Sequence[str], required: Sequence
     }
 
 
-_BASH = _ClientTool(
+_BASH = _RunByClient(
     "Run commands in a bash session, which goes on between calls.",
     {
         "type": "object",
@@ -177,7 +177,7 @@ _BASH = _ClientTool(
     },
 )
 _EDITING = ("path", "view_range", "file_text", "old_str", "new_str", "insert_line")
-_EDITOR_WITH_UNDO = _ClientTool(
+_EDITOR_WITH_UNDO = _RunByClient(
     "View, create and edit text files. undo_edit takes back the last edit of a file.",
     _commands(
         ("view", "create", "str_replace", "insert", "undo_edit"),
@@ -186,11 +186,11 @@ _EDITOR_WITH_UNDO = _ClientTool(
         new_str=_text("str_replace: the new text. insert: the text to insert."),
     ),
 )
-_EDITOR = _ClientTool(
+_EDITOR = _RunByClient(
     "View, create and edit text files.",
     _commands(("view", "create", "str_replace", "insert"), (*_EDITING, "insert_text"), ("command", "path")),
 )
-_MEMORY = _ClientTool(
+_MEMORY = _RunByClient(
     "Keep notes in files below /memories, which are there in later conversations, too. View the directory before a "
     "task, and note what will be of use later.",
     _commands(
@@ -199,7 +199,7 @@ _MEMORY = _ClientTool(
         ("command",),
     ),
 )
-_CLIENT_TOOLS: Mapping[str, _ClientTool] = {
+_CLIENT_TOOLS: Mapping[str, _RunByClient] = {
     "bash_20241022": _BASH,
     "bash_20250124": _BASH,
     "text_editor_20241022": _EDITOR_WITH_UNDO,

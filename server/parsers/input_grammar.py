@@ -288,7 +288,7 @@ class _Node:
 
 
 @dataclass(frozen=True)
-class _Set(_Node):
+class _CharacterSet(_Node):
     """One character."""
 
     plain: str
@@ -305,7 +305,7 @@ class _Set(_Node):
     def lexeme(self) -> str:
         return f"({'|'.join(self.ways())})"
 
-    def overlaps(self, other: _Set) -> bool:
+    def overlaps(self, other: _CharacterSet) -> bool:
         """Whether both may match a character that JSON does not escape; True also if that is not known."""
         if not self.plain or not other.plain:
             return False
@@ -326,8 +326,8 @@ class _Repeated(_Node):
         ways = [self.node.rule()]
         if self.count in "*+":
             nodes = self.node.nodes if isinstance(self.node, _Alternatives) else (self.node,)
-            sets = [f"/{way}/" for node in nodes if isinstance(node, _Set) for way in node.ways("+")]
-            ways = sets + [node.rule() for node in nodes if not isinstance(node, _Set)]
+            sets = [f"/{way}/" for node in nodes if isinstance(node, _CharacterSet) for way in node.ways("+")]
+            ways = sets + [node.rule() for node in nodes if not isinstance(node, _CharacterSet)]
         return f"({' | '.join(ways)}){self.count}"
 
     def lexeme(self) -> str:
@@ -385,7 +385,7 @@ def _is_optional(node: _Node) -> bool:
     return isinstance(node, _Repeated) and node.count.startswith(("*", "?", "{0", "{,"))
 
 
-def _firsts(nodes: Sequence[_Node]) -> Iterator[_Set]:
+def _firsts(nodes: Sequence[_Node]) -> Iterator[_CharacterSet]:
     """The characters that may come first in a sequence."""
     for node in nodes:
         match node.node if isinstance(node, _Repeated) else node:
@@ -396,7 +396,7 @@ def _firsts(nodes: Sequence[_Node]) -> Iterator[_Set]:
                 yield from _firsts(inner)
             case _Repeated() as inner:
                 yield from _firsts([inner])
-            case _Set() as inner:
+            case _CharacterSet() as inner:
                 yield inner
         if not _is_optional(node):
             return
@@ -479,7 +479,7 @@ class _Regex:
         plain = ""
         if has_plain:
             plain = source if not special else _PLAIN if source == "." else f"[{source}&&{_PLAIN}]"
-        return _Set(source, not special, plain, special)
+        return _CharacterSet(source, not special, plain, special)
 
     def _members(self, char: str) -> tuple[frozenset[str], bool]:
         r"""The members of a character, or of `\d` and the like, that JSON escapes, and whether there are others."""
