@@ -107,6 +107,17 @@ class LargeBodies:
             raise Answered(result)
         return result
 
+    async def process_with_stored(
+        self, process_large: ProcessLarge, body: bytes | memoryview, stored: bytes, held: int = 0
+    ) -> Any:
+        """Like `process`, with the items of stored responses. They count as well as the `held` bytes of the body."""
+        share = SHARE.get()
+        self.hold(share, len(stored), held)
+        try:
+            return await self.process(process_large, body, stored)
+        finally:
+            self.release(share, len(stored))
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the large bodies that are held now."""
@@ -255,7 +266,9 @@ class _BodyRequest(Request):
         with memoryview(small) if self.large is None else self.large.view() as body:
             found = await bodies.process(process_large, body)
             if isinstance(found, Continued):
-                found = await bodies.process(process_large, body, bodies.responses.items_of(found.response_ids))
+                stored = bodies.responses.items_of(found.response_ids)
+                held = 0 if self.large is None else len(body)
+                found = await bodies.process_with_stored(process_large, body, stored, held)
         return found
 
     def release(self) -> None:

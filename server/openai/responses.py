@@ -33,7 +33,7 @@ router = APIRouter(route_class=BodyRoute)
 async def create_response(body: ResponsesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, or continue an earlier response."""
     model = state.check_model(body.model)
-    body.find_stored(state)
+    body = await body.with_stored(state, await request.body())
     processed: ProcessedResponse = await body.process(state.frontend)
     response = ResponseFormatter(model, processed, state)
     generation = state.frontend.generate(response.id, processed.chat)
@@ -104,8 +104,8 @@ async def list_input_items(
 
 
 @router.post("/v1/responses/input_tokens")
-async def count_input_tokens(body: InputTokensRequest, state: AppState) -> Response:
+async def count_input_tokens(body: InputTokensRequest, request: Request, state: AppState) -> Response:
     """Count the tokens of an input, including its instructions and tools."""
     state.check_model(body.model)
-    body.find_stored(state)
+    body = await body.with_stored(state, await request.body())
     return json_response({"object": "response.input_tokens", "input_tokens": await body.process(state.frontend)})

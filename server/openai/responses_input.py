@@ -313,10 +313,12 @@ def response_of(item_id: str) -> str | None:
 def resolved(
     given: Sequence[dict[str, Any]], stored: Mapping[str, Sequence[dict[str, Any]]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the items of an input, with the items of `stored` responses that they refer to; raises `ResponseNotFound`
-    for an unknown one.
+    """Yield the items of an input, with the items of `stored` responses that they refer to. Raises `ResponseNotFound`
+    for an unknown one, and `InvalidParameter` for a second reference to the same one: so the result is no larger than
+    the input and what is stored.
     """
     by_id: dict[str, dict[str, Any]] | None = None
+    referred = set[str]()
     for at, item in enumerate(given):
         if (item_id := referred_id(item)) is None:
             yield item
@@ -328,6 +330,10 @@ def resolved(
                 f"input[{at}]: item {item_id} not found: only items of the newest responses with store: true are kept",
                 f"input[{at}].id",
             )
+        if item_id in referred:
+            param = f"input[{at}].id"
+            raise InvalidParameter(f"{param}: item {item_id} is already part of the input", param)
+        referred.add(item_id)
         yield by_id[item_id]
 
 

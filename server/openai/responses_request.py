@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.http.errors import ResponseNotFound
-from quire.server.http.large_bodies import Continued
+from quire.server.http.large_bodies import LARGE_BODY, Continued
 from quire.server.http.request_body import Admit, RequestBody, sampling_params
 from quire.server.http.request_model import (
     INTEGRAL,
@@ -181,19 +181,26 @@ class InputTokensRequest(RequestBody):
         referred = [response_of(item_id) for item in given if (item_id := referred_id(item)) is not None]
         return [*dict.fromkeys(each for each in (self.previous_response_id, *referred) if each is not None)]
 
-    def find_stored(self, state: ServedModel) -> None:
-        """Find the stored responses that this request refers to; raises `InvalidParameter` if the one that it continues
-        is missing.
+    async def with_stored(self, state: ServedModel, content: bytes) -> Self:
+        """Return this body, whose bytes are `content`, with the stored responses that it refers to; if they are large,
+        it is processed as a large body. Raises `InvalidParameter` if the one that it continues is missing.
         """
         if self._processed is not None:
-            return
+            return self
         if (earlier := self.previous_response_id) is not None:
             if earlier in state.responses.running:
                 raise InvalidParameter(f"response {earlier} has not ended yet", "previous_response_id")
             stored_response(earlier, state, "previous_response_id")
             if self._lacks_earlier:  # it has ended meanwhile
                 raise InvalidParameter(f"response {earlier} had not ended yet", "previous_response_id")
-        self._stored = msgspec.json.decode(state.responses.items_of(self._response_ids()))
+        stored = state.responses.items_of(self._response_ids())
+        if len(stored) <= LARGE_BODY:
+            self._stored = msgspec.json.decode(stored)
+            return self
+        if self.needs is not None:
+            state.frontend.client.admit()
+        found: Self = await state.bodies.process_with_stored(type(self).process_large, content, stored)
+        return found
 
     def read(self) -> ReadRequest:
         """Convert the input and the tools; raises `InvalidParameter`."""

@@ -320,6 +320,47 @@ async def test_references_to_items(telling: Server, is_large: bool) -> None:  # 
         assert (error["code"], error["param"]) == ("response_not_found", param)
 
 
+async def test_large_stored_items_are_processed_as_large_bodies(
+    telling: Server,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large = {"type": "compaction", "id": "large", "encrypted_content": "x" * LARGE_BODY}
+    user = {"role": "user", "content": "a"}
+    first = (await telling.http.post("/v1/responses", json={"input": [user, large]})).json()["id"]
+    listed = await telling.http.get(f"/v1/responses/{first}/input_items", params={"order": "asc"})
+    reference = {"type": "item_reference", "id": listed.json()["data"][0]["id"]}
+    sizes = []
+    process = telling.state.bodies.process
+
+    async def counting(process_large: Any, body: Any, stored: bytes | None = None) -> Any:
+        sizes.append(0 if stored is None else len(stored))
+        assert telling.state.bodies.num_bytes == sizes[-1]
+        return await process(process_large, body, stored)
+
+    monkeypatch.setattr(telling.state.bodies, "process", counting)
+    for fields, text in (
+        ({"input": [reference, {"role": "user", "content": "b"}]}, "u:a;u:b;"),
+        ({"input": "c", "previous_response_id": first}, "u:a;a:u:a;;u:c;"),
+    ):
+        made = await telling.http.post("/v1/responses", json=fields)
+        assert made.json()["output"][0]["content"][0]["text"] == text
+        counted = (await telling.http.post("/v1/responses/input_tokens", json=fields)).json()["input_tokens"]
+        assert counted == made.json()["usage"]["input_tokens"]
+    error = await refused(telling, "responses", {"input": [reference, reference]})
+    assert error["param"] == "input[1].id"
+    assert len(sizes) == 5
+    assert min(sizes) > LARGE_BODY
+    assert telling.state.bodies.num_bytes == 0
+
+
+def test_an_item_is_referred_to_once() -> None:
+    request = ResponsesRequest(input=[{"type": "item_reference", "id": "msg_x"}] * 2)
+    request._stored = {"resp_x": [{"role": "user", "content": "a", "id": "msg_x"}]}
+    with pytest.raises(InvalidParameter, match="already part of the input") as error:
+        request.read()
+    assert error.value.param == "input[1].id"
+
+
 async def test_several_requests_continue_one_response(telling: Server) -> None:  # noqa: F811
     client = telling.openai
     first = await client.responses.create(model="echo", input="a")
