@@ -51,3 +51,9 @@ class HttpRequestRecord:
 
 RECORD: ContextVar[HttpRequestRecord | None] = ContextVar("request_record", default=None)
 """The record of the current task's request; None outside of HTTP requests."""
+
+
+def current_key() -> str:
+    """Return the name of the API key of the current task's request; empty if it has none."""
+    record = RECORD.get()
+    return "" if record is None else record.key

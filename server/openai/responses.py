@@ -48,7 +48,7 @@ async def get_response(response_id: str, state: AppState, stream: bool = False) 
     """Return a stored response, or one that is being streamed."""
     if stream:
         raise InvalidParameter("stream: only a new response can be streamed", "stream")
-    if (running := state.responses.running.get(response_id)) is not None:
+    if (running := state.responses.running(response_id)) is not None:
         return json_response(running.object())
     return Response(stored_response(response_id, state, "response_id").response, media_type="application/json")
 
@@ -56,7 +56,7 @@ async def get_response(response_id: str, state: AppState, stream: bool = False) 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, state: AppState) -> Response:
     """Cancel a response that is being streamed."""
-    if (running := state.responses.running.get(response_id)) is not None:
+    if (running := state.responses.running(response_id)) is not None:
         running.cancel()
         return json_response(running.object())
     stored = msgspec.json.decode(stored_response(response_id, state, "response_id").response)
@@ -70,7 +70,7 @@ async def cancel_response(response_id: str, state: AppState) -> Response:
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, state: AppState) -> Response:
     """Delete a response. If it is being streamed, cancel it."""
-    if (running := state.responses.running.get(response_id)) is not None:
+    if (running := state.responses.running(response_id)) is not None:
         running.cancel()
         state.responses.delete(response_id)
     elif not state.responses.delete(response_id):

@@ -106,7 +106,7 @@ class ResponseFormatter:
     async def write_events(self, generation: Generation, send: Send) -> None:
         """Send the events of a stream. Until its end, the response can be cancelled by id."""
         self._task = asyncio.current_task()
-        self._store.running[self.id] = self
+        self._store.begin(self.id, self)
         try:
             begun = {"response": self.object()}
             await send(part(self._sse("response.created", begun) + self._sse("response.in_progress", begun)))
@@ -141,7 +141,7 @@ class ResponseFormatter:
     def _end(self, status: _Status) -> None:
         """Set the final status, and store the response if requested."""
         self._status = status
-        self._store.running.pop(self.id, None)
+        self._store.end(self.id)
         if (items := self._processed.items) is not None:
             blocks = self._blocks.blocks  # a call that was cut off is not remembered
             kept = [block for block in blocks if block.kind != "call" or _is_json_object(block.text)]

@@ -188,7 +188,7 @@ class InputTokensRequest(RequestBody):
         if self._processed is not None:
             return self
         if (earlier := self.previous_response_id) is not None:
-            if earlier in state.responses.running:
+            if state.responses.running(earlier) is not None:
                 raise InvalidParameter(f"response {earlier} has not ended yet", "previous_response_id")
             stored_response(earlier, state, "previous_response_id")
             if self._lacks_earlier:  # it has ended meanwhile
@@ -381,9 +381,11 @@ def stored_response(response_id: str, state: ServedModel, param: str) -> StoredR
 def response_not_found(response_id: str, state: ServedModel, param: str) -> ResponseNotFound:
     """Return the error for a response that is not stored."""
     count = state.frontend.process_info.count
+    own = " for the API key that made them" if state.keys is not None else ""
     others = f", and each of the {count} API processes has only its own" if count > 1 else ""
+    kept = f"only the newest responses with store: true are kept, in memory{own}{others}"
     return ResponseNotFound(
-        f"response {response_id} not found: only the newest responses with store: true are kept, in memory{others}",
+        f"response {response_id} not found: {kept}",
         param,
     )
 

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.sampling_params import StructuredOutputs
+from quire.server.http.large_bodies import LARGE_BODY
 from quire.server.http.response_store import ResponseStore, StoredResponse
 from quire.server.openai.responses_request import ResponsesRequest
 from tests.fakes.api_server import Server, run_server
@@ -297,6 +298,37 @@ async def test_a_running_response_can_be_ended(server: Server, end: str) -> None
     assert not server.frontend.client._running
 
 
+async def test_responses_belong_to_a_key(talking: EngineConfig, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "keys").write_text("alice: a\nbob: b\nalice: a2\n")
+    async with run_server(talking, api_key_file=str(tmp_path / "keys")) as server:
+        alice, bob, again = (server.openai.with_options(api_key=key) for key in ("a", "b", "a2"))
+        made = await alice.responses.create(model="echo", input="hi")
+        stream = await alice.responses.create(model="echo", input="hello<hang>", stream=True)
+        first = await anext(stream)
+        assert first.type == "response.created"
+        item: Any = {"type": "item_reference", "id": made.output[0].id}
+        filler = {"client_metadata": {"x": " " * LARGE_BODY}}
+        for response_id in (made.id, first.response.id):
+            for refused_call in (
+                bob.responses.retrieve(response_id),
+                bob.responses.cancel(response_id),
+                bob.responses.delete(response_id),
+                bob.responses.input_items.list(response_id),
+                bob.responses.create(model="echo", input="x", previous_response_id=response_id),
+                bob.responses.create(model="echo", input="x", previous_response_id=response_id, extra_body=filler),
+                bob.responses.create(model="echo", input=[item]),
+                bob.responses.create(model="echo", input=[item], extra_body=filler),
+                bob.responses.input_tokens.count(model="echo", input=[item]),
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    await refused_call
+        assert (await again.responses.create(model="echo", input=[item])).output_text == "hi"
+        assert (await again.responses.retrieve(made.id)).id == made.id
+        assert (await again.responses.cancel(first.response.id)).status == "cancelled"
+        await again.responses.delete(made.id)
+        await stream.close()
+
+
 async def test_a_failure_is_reported(server: Server) -> None:
     assert (await refused(server, "responses", {"input": "x<fail>"}, 500))["code"] == "request_failed"
     streamed = await server.http.post("/v1/responses", json={"input": "x<fail>", "stream": True})
@@ -404,8 +436,9 @@ def test_the_store_is_bounded() -> None:
     store.add("large", kept(85))
     assert [store.get(name) is not None for name in ("1", "2", "3", "large")] == [False, False, True, True]
     store.add("too large", kept(101))
-    assert not any(store.get(name) for name in ("3", "large", "too large"))
+    assert [store.get(name) is not None for name in ("3", "large", "too large")] == [True, True, False]
     store.add("one", kept(100))
+    assert not any(store.get(name) for name in ("3", "large"))
     assert store.delete("one")
     assert not store.delete("one")
     store.add("other", kept(100))
