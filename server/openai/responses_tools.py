@@ -196,7 +196,8 @@ class ResponseTools:
         """The tools that have an effect, as the request has them."""
         self._names: dict[CalledTool, str] = {}
         self._ignored = ignored
-        self._own_names = {str(tool.get("name")) for tool in given if tool.get("type") in _IN_NAMESPACE}
+        kinds = [*_IN_NAMESPACE]  # not a set: a type may be unhashable
+        self._own_names = {str(tool.get("name")) for tool in given if tool.get("type") in kinds}
         for at, tool in enumerate(given):
             self._add(tool, f"tools[{at}]")
 
@@ -217,7 +218,7 @@ class ResponseTools:
             case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
                 names = [name for one in tools for name in self._allowed(one)]
                 return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(_named, names)]}}
-            case dict() if choice.get("type") in _ITEM_TYPES:
+            case dict() if choice.get("type") in [*_ITEM_TYPES]:  # it may be unhashable
                 return _named(self._chosen(choice))
         raise InvalidParameter(
             'tool_choice must be "none", "auto", "required", {"type": "allowed_tools", "mode": …, "tools": …}, '

@@ -359,6 +359,8 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"type": "compaction_trigger"}]}, "input[0].type"),
     ({"tools": [{"type": 5}]}, "tools[0].type"),
+    ({"tools": [{"type": []}]}, "tools[0].type"),
+    ({"tools": [F], "tool_choice": {"type": []}}, "tool_choice"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
     ({"tools": [{**F, "parameters": {"type": "string"}}]}, "tools[0].parameters"),
     ({"tools": [F], "tool_choice": {"type": "file_search"}}, "tool_choice"),
