@@ -149,12 +149,24 @@ def test_grammars_are_enforced_and_shown() -> None:
     assert GRAMMAR["definition"] in lark["parameters"]["properties"]["input"]["description"]
     (regex,) = functions({**PATCH, "format": REGEX})
     assert regex["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-c]+|x)$"
+    for definition, pattern in (("(?i)yes", "(?i)^(?:yes)$"), ("(?s)(?i:a).", "(?s)^(?:(?i:a).)$")):
+        (flagged,) = functions({**PATCH, "format": {**REGEX, "definition": definition}})
+        assert flagged["parameters"]["properties"]["input"]["pattern"] == pattern
     assert (lark["strict"], regex["strict"], "strict" in functions(PATCH)[0]) == (True, True, False)
     use = ResponsesRequest(input="", tools=[{**PATCH, "format": GRAMMAR}]).read().chat.tool_use
     assert use is not None
     assert use.needs_grammar
     assert use.tools[0].grammar is not None
     assert use.tools[0].grammar.definition == GRAMMAR["definition"]
+
+
+async def test_the_format_of_a_custom_tool_has_no_fallback(
+    talking: EngineConfig,  # noqa: F811
+) -> None:
+    async with run_server(talking, structured_outputs_fallback="warn") as lenient:
+        tools = [{**PATCH, "format": {**REGEX, "definition": r"(a)\1"}}]
+        error = await refused(lenient, "responses", {"input": "hi", "tools": tools})
+        assert error["param"] == "tools[0].format.definition"
 
 
 @pytest.mark.parametrize("is_large", [False, True])
@@ -431,7 +443,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**PATCH, "format": {**GRAMMAR, "definition": "start: x"}}]}, "tools[0].format.definition"),
     ({"tools": [{**PATCH, "format": {**GRAMMAR, "definition": "start: /.*x/"}}]}, "tools[0].format.definition"),
     ({"tools": [{**PATCH, "format": {**GRAMMAR, "syntax": "gbnf"}}]}, "tools[0].format.syntax"),
-    ({"tools": [{**PATCH, "format": {**REGEX, "definition": "("}}]}, "tools"),
+    ({"tools": [{**PATCH, "format": {**REGEX, "definition": "("}}]}, "tools[0].format.definition"),
+    ({"tools": [{**PATCH, "format": {**REGEX, "definition": "a)|(?:b"}}]}, "tools[0].format.definition"),
+    ({"tools": [{**PATCH, "format": {**REGEX, "definition": "(" * 100 + ")" * 100}}]}, "tools[0].format.definition"),
+    ({"tools": [{**PATCH, "format": {**REGEX, "type": "text"}}]}, "tools[0].format.syntax"),
+    ({"tools": [{**PATCH, "format": {"type": "text", "definition": "a"}}]}, "tools[0].format.definition"),
     ({"tools": [{**PATCH, "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "x"}]}, "input[0].input"),
     ({"input": [{"type": "local_shell_call_output", "output": "x"}]}, "input[0].call_id"),
