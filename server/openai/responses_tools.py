@@ -289,8 +289,10 @@ class ResponseTools:
                     self.grammars[name] = grammar
 
     def _function(self, tool: CalledTool, fields: dict[str, Any], param: str, is_loaded: bool) -> str | None:
-        """Add a function; returns its name, or None if it is not new."""
-        if is_loaded and tool in self._names:
+        """Add a function; returns its name, or None if it is loaded and not new."""
+        if tool in self._names:
+            if not is_loaded:
+                raise InvalidParameter(f"{param}: duplicate tool {tool.name}", param)
             return None
         name = _flat_name(tool)
         is_own = tool.namespace is None and tool.kind in _IN_NAMESPACE

@@ -438,7 +438,10 @@ def test_what_truncation_leaves() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER, {**WEATHER, "tools": [PATCH, {"type": "shell"}]}]}, "tools[1].tools[1].type"),
     ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
-    ({"tools": [PATCH, PATCH]}, "tools"),
+    ({"tools": [PATCH, PATCH]}, "tools[1]"),
+    ({"tools": [PATCH, {"type": "function", "name": PATCH["name"]}]}, "tools"),
+    ({"tools": [{"type": "shell"}, {"type": "shell"}]}, "tools[1]"),
+    ({"tools": [{**WEATHER, "tools": WEATHER["tools"] * 2}]}, "tools[0].tools[1]"),
     ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "lark"}}]}, "tools[0].format.definition"),
     ({"tools": [{**PATCH, "format": {**GRAMMAR, "definition": "start: x"}}]}, "tools[0].format.definition"),
     ({"tools": [{**PATCH, "format": {**GRAMMAR, "definition": "start: /.*x/"}}]}, "tools[0].format.definition"),
