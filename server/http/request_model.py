@@ -125,11 +125,11 @@ class MessagePart(RequestModel):
 def variant(
     kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, ignored: set[str], default: str | None = None
 ) -> M:
-    """Parse `value` as the model for its `type` (or `default`), and add the fields that are ignored to `ignored`.
+    """Parse `value` as the model for its `type`, or for `default` without one, and add the ignored fields to `ignored`.
 
     Raises `InvalidParameter`.
     """
-    kind = value.get("type", default)
+    kind = default if (given := value.get("type")) is None else given
     if not isinstance(kind, str) or kind not in kinds:
         raise InvalidParameter(f"{param}.type must be {' or '.join(kinds)}; {kind!r} is not supported", f"{param}.type")
     try:

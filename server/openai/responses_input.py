@@ -283,22 +283,32 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def is_message(item: Mapping[str, Any]) -> bool:
+    """Return whether an item, which is not a reference, is a message."""
+    return item.get("type") in (None, "message")
+
+
 def listed(item: dict[str, Any]) -> dict[str, Any]:
     """Return a stored item as the API lists it: with all fields of a message."""
-    if item.get("type", "message") != "message":
-        return item if item["type"] == "reasoning" else {"status": "completed", **item}
+    if not is_message(item):
+        return item if item["type"] == "reasoning" else _filled(item, status="completed")
     is_answer = item["role"] == "assistant"
     content = item["content"]
     if isinstance(content, str):
         content = [{"type": "output_text" if is_answer else "input_text", "text": content}]
     if is_answer:
-        content = [{"annotations": [], **part} for part in content]
-    return {"status": "completed", **item, "type": "message", "content": content}
+        content = [_filled(part, annotations=[]) for part in content]
+    return _filled(item, status="completed") | {"type": "message", "content": content}
+
+
+def _filled(given: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Return an object with the defaults of fields that are missing or null."""
+    return given | {name: value for name, value in defaults.items() if given.get(name) is None}
 
 
 def referred_id(item: dict[str, Any]) -> str | None:
     """Return the id that a reference to an item has; None for other items."""
-    is_reference = item.get("type", "item_reference") == "item_reference" and "role" not in item
+    is_reference = item.get("type") in (None, "item_reference") and item.get("role") is None
     return item["id"] if is_reference and isinstance(item.get("id"), str) else None
 
 

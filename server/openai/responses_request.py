@@ -32,6 +32,7 @@ from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import ServedModel
 from quire.server.openai.responses_input import (
     InputTurns,
+    is_message,
     referred_id,
     resolved,
     response_of,
@@ -395,4 +396,4 @@ def _has_id(item: dict[str, Any]) -> bool:
 
 
 def _item_id(item: dict[str, Any], key: str, at: int) -> str:
-    return f"{'msg' if item.get('type', 'message') == 'message' else 'item'}_{key}i{at:02}"
+    return f"{'msg' if is_message(item) else 'item'}_{key}i{at:02}"

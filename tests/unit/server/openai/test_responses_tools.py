@@ -16,7 +16,7 @@ from openai.types.responses.response_item_list import ResponseItemList
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.large_bodies import LARGE_BODY
-from quire.server.openai.responses_input import shortened, shortenings
+from quire.server.openai.responses_input import listed, referred_id, shortened, shortenings
 from quire.server.openai.responses_request import ResponsesRequest
 from tests.fakes import fake_core
 from tests.fakes.api_server import Server, run_server
@@ -318,8 +318,8 @@ async def test_references_to_items(telling: Server, is_large: bool) -> None:  # 
     listed = await client.responses.input_items.list(first.id)
     said: Any = [
         {"type": "item_reference", "id": listed.data[0].id},
-        {"id": first.output[0].id},
-        {"role": "user", "content": "b"},
+        {"type": None, "id": first.output[0].id},
+        {"type": None, "role": "user", "content": "b"},
     ]
     assert (await client.responses.create(model="echo", input=said, **filler)).output_text == "u:one;a:u:one;;u:b;"
     chained = await client.responses.create(model="echo", input="c", previous_response_id=first.id, **filler)
@@ -330,6 +330,22 @@ async def test_references_to_items(telling: Server, is_large: bool) -> None:  # 
     ):
         error = await refused(telling, "responses", {**missing, **filler["extra_body"]}, 404)
         assert (error["code"], error["param"]) == ("response_not_found", param)
+
+
+def test_null_is_no_field_of_an_item() -> None:
+    part = {"type": "output_text", "text": "a"}
+    given = {"type": None, "role": "assistant", "status": None, "id": "x", "content": [{**part, "annotations": None}]}
+    assert listed(given) == {
+        **given,
+        "type": "message",
+        "status": "completed",
+        "content": [{**part, "annotations": []}],
+    }
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    assert listed({**call, "status": None}) == {**call, "status": "completed"}
+    assert referred_id({"type": None, "id": "x", "role": None}) == referred_id({"id": "x"}) == "x"
+    assert referred_id(given) is None
+    assert referred_id({**call, "id": "x"}) is None
 
 
 async def test_large_stored_items_are_processed_as_large_bodies(
