@@ -203,7 +203,7 @@ class InputTurns:
                 self.messages.append({"role": item.role, "content": self._text(item.content, f"{param}.content")})
             case _ReasoningItem():
                 self._add_reasoning(self._thoughts(item.content or (), f"{param}.content"))
-            case _IgnoredItem():
+            case _IgnoredItem() | _SearchCallItem(call_id=None):  # a search without an id ran on a server
                 self._ignored.add(f"{param}.type={given['type']}")
             case _SearchOutputItem() | _AdditionalTools():
                 self._tools.load(item.tools, f"{param}.tools")

@@ -217,10 +217,12 @@ def test_what_another_server_would_do_is_ignored() -> None:
         {"type": kind} for kind in ("web_search_2025_08_26", "code_interpreter", "mcp", "tool_search", "new_one")
     ]
     hosted.append({"type": "shell", "environment": {"type": "container_auto"}})
-    history = [{"type": kind, "id": "x"} for kind in ("web_search_call", "compaction", "mcp_list_tools")]
+    history: list[Any] = [{"type": kind, "id": "x"} for kind in ("web_search_call", "compaction", "mcp_list_tools")]
+    history.append({"type": "tool_search_call", "execution": "server", "arguments": {}})
     read = ResponsesRequest(input=[*history, {"role": "user", "content": "a"}], tools=hosted).read()
     assert (read.chat.tools, read.chat.messages) == ([], [{"role": "user", "content": "a"}])
     assert {"tools[4].type=new_one", "tools[5].type=shell", "input[0].type=web_search_call"} < read.ignored
+    assert "input[3].type=tool_search_call" in read.ignored
 
 
 def test_items_of_tools_become_messages() -> None:
