@@ -53,7 +53,7 @@ class RemoteOpenAIServer:
         self.resources = contextlib.ExitStack()
         names, flags = [model], []
         variables = {name: value for name, value in (env_dict or {}).items() if name not in _LEFT_OUT}
-        given = iter(chain.from_iterable(argument.split("=", 1) for argument in vllm_serve_args))
+        given = iter(chain.from_iterable(each.split("=", each.startswith("--")) for each in vllm_serve_args))
         for argument in given:
             flag = argument.replace("_", "-") if argument.startswith("--") else argument
             if flag == "--served-model-name":

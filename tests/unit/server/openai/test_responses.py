@@ -396,11 +396,11 @@ async def test_what_is_wrong_is_named(server: Server) -> None:
 
 
 async def test_an_error_may_contain_half_of_a_surrogate_pair(server: Server) -> None:
-    content = json.dumps({"messages": [], "tools": [{"type": "\ud800"}]})
+    content = json.dumps({"messages": [], "tools": [{"type": "function", "function": {"name": "\ud800"}}]})
     headers = {"content-type": "application/json"}
     response = await server.http.post("/v1/chat/completions", content=content, headers=headers)
     assert response.status_code == 400
-    assert json.loads(response.content)["error"]["param"] == "tools[0].type"
+    assert json.loads(response.content)["error"]["param"] == "tools[0].function.name"
 
 
 async def test_vllms_sampling_parameters(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
