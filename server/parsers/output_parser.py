@@ -22,22 +22,23 @@ def tool_parser(
     hidden: Collection[str] = (),
     limit: int | None = None,
     is_required: bool = False,
+    is_enforced: bool = False,
 ) -> ToolParser:
     """Create a parser for one answer.
 
     Markers in `hidden` are dropped from the content unless they open a call. `limit` is the maximum number of calls to
     emit. With `is_required`, the answer consists of calls: what is cut off before a call's arguments is not content.
+    With `is_enforced`, a grammar enforced the format: only exact tags end values.
     """
     format = format.read_as or format
-    parser = ToolParser
     match format.call:
         case Python():
-            parser = PythonParser
+            return PythonParser(format, schemas, hidden, limit, is_required)
         case Tagged():
-            parser = TaggedParser
+            return TaggedParser(format, schemas, hidden, limit, is_required, is_enforced)
         case Quoted():
-            parser = QuotedParser
-    return parser(format, schemas, hidden, limit, is_required)
+            return QuotedParser(format, schemas, hidden, limit, is_required, is_enforced)
+    return ToolParser(format, schemas, hidden, limit, is_required)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class OutputFormat:
     """Maximum number of calls to emit."""
     is_required: bool = False
     """The answer consists of calls: one that is cut off before its arguments is not content."""
+    is_enforced: bool = False
+    """A grammar enforces the format of calls, as it does for required and strict ones: only exact tags end values."""
     shows_reasoning: bool = True
 
     @property
@@ -68,7 +71,14 @@ class OutputFormat:
         tools = self.tools or (ToolFormat() if hidden else None)
         calls = None
         if tools:
-            calls = tool_parser(tools, self.schemas, hidden=hidden, limit=self.limit, is_required=self.is_required)
+            calls = tool_parser(
+                tools,
+                self.schemas,
+                hidden=hidden,
+                limit=self.limit,
+                is_required=self.is_required,
+                is_enforced=self.is_enforced,
+            )
         thoughts = ReasoningParser(self.reasoning, self.is_thinking) if self.reasoning else None
         return OutputParser(thoughts, calls, self.shows_reasoning)
 

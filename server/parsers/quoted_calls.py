@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection
 
 from quire.server.parsers.argument_types import ANY_TYPE, TEXT, json_of, property_names, property_types
-from quire.server.parsers.incremental import CLOSERS, MalformedText, Steps
-from quire.server.parsers.tags import tags, units
+from quire.server.parsers.incremental import CLOSERS, MalformedText, Steps, TextCutOff
+from quire.server.parsers.tags import exact, tags, units
 from quire.server.parsers.tool_calls import Schemas, ToolParser
 from quire.server.parsers.tool_formats import Quoted, ToolFormat
 
@@ -21,7 +21,13 @@ class QuotedParser(ToolParser):
     emitted while they arrive, other values when they are complete."""
 
     def __init__(
-        self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None, is_required: bool
+        self,
+        format: ToolFormat,
+        schemas: Schemas,
+        hidden: Collection[str],
+        limit: int | None,
+        is_required: bool,
+        is_enforced: bool,
     ) -> None:
         assert isinstance(format.call, Quoted)
         quote = format.call.quote
@@ -31,10 +37,25 @@ class QuotedParser(ToolParser):
         self._ends = tags((quote,), format.markers, closing, others=every, lead="}")
         self._nexts = tags((quote,), format.markers, others=every, lead="}")
         self._unquoted = re.compile(rf"(?:(?!{self._quotes.whole.pattern}).)*", re.DOTALL | re.IGNORECASE)
-        super().__init__(format, schemas, hidden, limit, is_required)
+        self._quote = exact(quote)
+        close = exact(quote, "}")
+        if is_enforced:
+            self._ends = self._nexts = close
+            self._quotes = self._quote
+        super().__init__(format, schemas, hidden, limit, is_required, close)
 
     def _closed(self, found: re.Match[str]) -> tuple[int, int]:
         return found.start() + found[0].startswith("}"), found.end()
+
+    def _may_close(self, first: re.Match[str], close: re.Match[str]) -> Steps[bool]:
+        """It does not if neither a comma nor a bracket follows: then the quote opens a string."""
+        begin, self._pos = self._pos, close.end()
+        try:
+            return (yield from self._peek()) in ",}]"
+        except TextCutOff:
+            return True
+        finally:
+            self._pos = begin
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
         """Read the arguments and the braces around them."""
@@ -88,7 +109,7 @@ class QuotedParser(ToolParser):
         while True:
             begin = self._pos
             yield from self._peek()
-            if not (yield from self._take_tag(self._quotes)) or (yield from self._peek()) in ",}]":
+            if not (yield from self._take_tag(self._quote)) or (yield from self._peek()) in ",}]":
                 self._pos = begin
                 return True
 

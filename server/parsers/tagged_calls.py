@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from quire.server.parsers.argument_types import TEXT, json_of, property_names, property_types
 from quire.server.parsers.incremental import MalformedText, Steps, TextCutOff, decoded
-from quire.server.parsers.tags import is_tag, tags, units
+from quire.server.parsers.tags import exact, is_tag, tags, units
 from quire.server.parsers.tool_calls import NAME, OPENS, Schemas, ToolParser
 from quire.server.parsers.tool_formats import Tagged, ToolFormat
 
@@ -25,7 +25,13 @@ class TaggedParser(ToolParser):
     """Calls with arguments between tags. Strings are emitted while they arrive, other values when they are complete."""
 
     def __init__(
-        self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None, is_required: bool
+        self,
+        format: ToolFormat,
+        schemas: Schemas,
+        hidden: Collection[str],
+        limit: int | None,
+        is_required: bool,
+        is_enforced: bool,
     ) -> None:
         call = format.call
         assert isinstance(call, Tagged)
@@ -54,12 +60,22 @@ class TaggedParser(ToolParser):
         self._left: set[str] = set()
         """The properties that the current call has no argument for; empty if its schema names none."""
         self._names: list[str] = []
-        super().__init__(format, schemas, hidden, limit, is_required)
+        self._later: set[str] = set()
+        """Required properties that come later in the current call."""
+        self._required: frozenset[str] = frozenset()
+        self._written_between = tuple(filter(is_tag, units(call.between)))
+        close = exact(call.close.strip(), "\n")
+        if is_enforced:
+            self._ends = self._nexts = close
+            self._end_or_quote = re.compile(f'"|{close.whole.pattern}')
+            self._end_in_string = re.compile(rf'"|\\.|{close.whole.pattern}|\n', re.DOTALL)
+        super().__init__(format, schemas, hidden, limit, is_required, close)
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
         schema, is_out = self._schemas[name], False
         self._names = property_names(schema)
         self._left = {*self._names}
+        self._required, self._later = frozenset(schema.get("required", ())), set()
         while True:
             try:
                 key = yield from self._next_key()
@@ -70,8 +86,8 @@ class TaggedParser(ToolParser):
                 key = None
             if key is None:
                 break
-            is_text = yield from self._read_between(key)
             types = property_types(schema, key)
+            is_text = yield from self._read_between(key, "string" in types)
             if is_text is not None:
                 types = TEXT if is_text else types - TEXT or types
             if not is_out:
@@ -122,11 +138,12 @@ class TaggedParser(ToolParser):
         key = yield from self._match(self._key)
         return key if key in self._names else key.strip(" \t\"'")
 
-    def _read_between(self, key: str) -> Steps[bool | None]:
-        """Read the text between key and value, and repetitions of the tags before it; returns whether the value is
-        text, if it says so."""
-        is_text = yield from self._read_key_end()
-        while True:
+    def _read_between(self, key: str, may_be_text: bool) -> Steps[bool | None]:
+        """Read the text between key and value, and repetitions of the tags before it unless they may be a text's
+        beginning; returns whether the value is text, if it says so."""
+        is_text = yield from self._read_key_end(may_be_text)
+        begin = self._pos
+        while not may_be_text:
             begin = self._pos
             if not (yield from self._skip(self._open)):
                 break
@@ -140,9 +157,15 @@ class TaggedParser(ToolParser):
         self._drop()
         return is_text
 
-    def _read_key_end(self) -> Steps[bool | None]:
+    def _read_key_end(self, may_be_text: bool = False) -> Steps[bool | None]:
         if is_tag(self._key_end):
-            if not (yield from self._skip(self._value_tags)):
+            begin = self._pos
+            for tag in self._written_between if may_be_text else ():
+                yield from self._peek()
+                if not (yield from self._take(tag)):
+                    self._pos = begin
+                    break
+            if self._pos == begin and not (yield from self._skip(self._value_tags)):
                 raise MalformedText
             return None
         while (found := _ATTRIBUTE_END.match(self._text, self._pos)) is None:
@@ -170,6 +193,38 @@ class TaggedParser(ToolParser):
             self._pos = begin
         return True
 
+    def _may_close(self, first: re.Match[str], close: re.Match[str]) -> Steps[bool]:
+        """It does not if `first` opens an argument that the call requires and that does not come later."""
+        if first.lastindex != OPENS:
+            return True
+        assert self._close is not None
+        begin = self._pos
+        try:
+            self._pos = first.end()
+            if not (yield from self._is_argument(first.end())):
+                return True
+            yield from self._peek()
+            key = yield from self._argument_name()
+            if key not in self._left & self._required or key in self._later:
+                return True
+            self._pos = close.end()
+            while True:
+                yield from self._peek()
+                if not (yield from self._take(self._tags.open)):
+                    return False
+                yield from self._peek()
+                if (yield from self._argument_name()) == key:
+                    self._later.add(key)
+                    return True
+                while (found := self._close.whole.search(self._text, self._pos)) is None:
+                    self._pos = max(self._pos, len(self._text) - self._close.longest)
+                    yield from self._more()
+                self._pos = found.end()
+        except MalformedText:
+            return True
+        finally:
+            self._pos = begin
+
     def _typed_value(self, types: frozenset[str]) -> Steps[None]:
         """Emit a value as JSON. A closing tag inside of a JSON string does not end it, unless the string is not closed:
         it contains a line break, or the value is no JSON up to the next tag outside of strings, or the text ends.
@@ -179,7 +234,10 @@ class TaggedParser(ToolParser):
         reads_strings = self._trusts_strings and (yield from self._peek()) in "{["
         self._pos = 0
         in_string = False
-        inside: re.Match[str] | None = None  # the first tag inside of a string
+        inside: re.Match[str] | None = None  # the first closing tag inside of a string
+        loose: re.Match[str] | None = None  # the first that is misspelt or closes something else
+        may_be_text = "string" in types
+        assert self._close is not None
         span: tuple[int, int] | None = None
         while span is None:
             half = None
@@ -191,7 +249,7 @@ class TaggedParser(ToolParser):
                 pattern = self._end_in_string if in_string else self._end_or_quote
             found = pattern.search(self._text, self._pos)
             if found is None or found.start() >= end:
-                if self._ended and inside is not None:
+                if self._ended and (inside := inside or loose) is not None:
                     break
                 self._pos = end - (in_string and self._text.endswith("\\", self._pos, end))
                 yield from self._more()
@@ -204,9 +262,12 @@ class TaggedParser(ToolParser):
                 if inside is not None:
                     break
             elif in_string:
-                inside = inside or (None if found[0].startswith("\\") or found.lastindex == OPENS else found)
+                if self._close.whole.fullmatch(found[0]):
+                    inside = inside or found
+                elif not found[0].startswith("\\") and found.lastindex != OPENS:
+                    loose = loose or found
             else:
-                span = yield from self._value_end(found, self._nexts)
+                span = yield from (self._text_end if may_be_text else self._value_end)(found, self._nexts)
         if inside is not None and (span is None or not reads_strings or not _is_json(self._text[: span[0]])):
             span, self._trusts_strings = (yield from self._value_end(inside, self._nexts)), False
         assert span is not None

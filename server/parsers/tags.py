@@ -49,6 +49,16 @@ def units(*texts: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=512)
+def exact(tag: str, lead: str = "") -> Tags:
+    """Return the pattern for this tag as it is written; `lead`, if it stands before the tag, belongs to it."""
+    whole = re.compile(f"({f'{re.escape(lead)}?' if lead else ''}{re.escape(tag)})")
+    text = lead + tag
+    beginnings = {text[:end] for end in range(1, len(text))} | {tag[:end] for end in range(1, len(tag))}
+    half = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
+    return Tags(whole, re.compile(rf"(?:{half})\Z"), len(text))
+
+
+@lru_cache(maxsize=512)
 def tags(*sets: tuple[str, ...], others: tuple[str, ...] = (), lead: str = "", is_expected: bool = False) -> Tags:
     """Return the pattern for the tags of these sets.
 

@@ -57,8 +57,18 @@ class ToolParser(IncrementalParser):
     """
 
     def __init__(
-        self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None, is_required: bool
+        self,
+        format: ToolFormat,
+        schemas: Schemas,
+        hidden: Collection[str],
+        limit: int | None,
+        is_required: bool,
+        close: Tags | None = None,
     ) -> None:
+        """`close` is the pattern for the exact tag that closes a string, if it is written between tags."""
+        self._close = close
+        self._is_unclosed = False
+        """The text has ended, and no such tag is left in it."""
         self._format = format
         self._schemas = schemas
         self._limit = limit
@@ -320,7 +330,7 @@ class ToolParser(IncrementalParser):
         while True:
             found = ends.whole.search(self._text)
             if found is not None:
-                end = yield from self._value_end(found, nexts)
+                end = yield from self._text_end(found, nexts)
                 self._pos, behind = end or (found.end(), 0)
                 begin = self._pos
                 self._show_string()
@@ -335,6 +345,34 @@ class ToolParser(IncrementalParser):
             self._pos = half.start() if half and is_held else len(self._text)
             self._show_string()
             yield from self._more()
+
+    def _text_end(self, found: re.Match[str], nexts: Tags) -> Steps[tuple[int, int] | None]:
+        """Return the same as `_value_end` for a text, in which a grammar excludes only the exact closing tag: that one
+        ends it, whatever tags come before, as long as it leaves a call that may have been written.
+        """
+        assert self._close is not None
+        if self._close.whole.fullmatch(found[0]):
+            return self._closed(found)
+        at = found.start()
+        while not self._is_unclosed:
+            close = self._close.whole.search(self._text, at)
+            if close is not None:
+                return (
+                    self._closed(close)
+                    if (yield from self._may_close(found, close))
+                    else (yield from self._value_end(found, nexts))
+                )
+            self._is_unclosed = self._ended
+            at = max(at, len(self._text) - self._close.longest)
+            if not self._ended:
+                yield from self._more()
+        return (yield from self._value_end(found, nexts))
+
+    def _may_close(self, first: re.Match[str], close: re.Match[str]) -> Steps[bool]:
+        """Return whether a call that may have been written goes on behind `close`, before which the tag `first` is
+        text."""
+        yield from ()
+        return True
 
     def _value_end(self, found: re.Match[str], nexts: Tags) -> Steps[tuple[int, int] | None]:
         """Return where a value ends and where the text behind it begins, if `found` is the first tag that may end it.

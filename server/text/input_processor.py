@@ -243,6 +243,8 @@ class InputProcessor:
             make = partial(self._tool_grammar, chat.tool_use, output_format, schema, budget)
             grammar = await run_in_thread(sum(len(each.definition) for each in own), make)
             params.structured_outputs = await self._resolve_tools(grammar, chat.tool_use)
+            assert output_format is not None
+            output_format = replace(output_format, is_enforced=True)
         elif budget is not None:
             assert output_format is not None
             assert thoughts is not None

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from quire.server.parsers.output_parser import OutputFormat
-from quire.server.parsers.tool_formats import TOOL_FORMATS, JsonObject, Python, Quoted
+from quire.server.parsers.tool_formats import TOOL_FORMATS, JsonObject, Python, Quoted, Tagged
 from tests.unit.server.parsers.samples import TWO_CALLS, cut, joined
 from tests.unit.server.parsers.test_transcripts import SCHEMAS, transcripts
 
@@ -66,6 +66,19 @@ def tags_of(format: str) -> re.Pattern[str]:
 
 
 @cache
+def values_with_tags(format: str) -> tuple[str, ...]:
+    """Strings with every tag of a format, also misspelt and as calls, but without the tag that closes a string."""
+    call = TOOL_FORMATS[format].call
+    close = call.close.strip() if isinstance(call, Tagged) else call.quote if isinstance(call, Quoted) else "\0"
+    tags = sorted({tag for text in _strings(TOOL_FORMATS[format]) for tag in _TAG.findall(text)})
+    tags += [f"{tag}unit{end}" for tag in tags if tag[-1] in '="' for end in (">", '">', ">\n")]
+    tags += [other for tag in tags for other in (tag.title(), f"{tag[:-1]} >", tag[:-1])]
+    values = [f"{before}{tag}{behind}" for tag in tags for before, behind in (("", "x"), ("x ", " y"), ("x\n", "\ny"))]
+    values += [f'x = """{text.replace(close, "")}"""' for text in (TWO_CALLS[format], TWO_CALLS[format][-40:])]
+    return tuple(value for value in values if close not in value)
+
+
+@cache
 def words_of(format: str) -> frozenset[str]:
     """Words of the tags that are in no value of a transcript."""
     tags = {tag for text in _strings(TOOL_FORMATS[format]) for tag in _TAG.findall(text)}
@@ -105,9 +118,21 @@ def mutated(format: str, generator: random.Random) -> Mutation:
     return Mutation(format, kind, text, content, calls, is_readable)
 
 
+def _makes_text(format: str, tag: re.Match[str], kind: str) -> bool:
+    """Whether, if this tag is changed, it or others belong to a string, as another closing tag follows."""
+    call = TOOL_FORMATS[format].call
+    if not isinstance(call, Tagged):
+        return False
+    if "doubled" in kind:
+        return (tag[0].startswith(call.open) and tag[0] != call.open) or call.between.endswith(tag[0])
+    close = call.close.strip()
+    is_same = kind in ("space before", "line before", "space behind", "line behind")
+    return tag[0] == close and not is_same and close in tag.string[tag.end() :]
+
+
 def changed(format: str, text: str, kind: str, generator: random.Random) -> tuple[str, bool]:
     """Change one tag of a text, and say whether all calls in it can still be seen."""
-    found = generator.choice([*tags_of(format).finditer(text)])
+    found = generator.choice([tag for tag in tags_of(format).finditer(text) if not _makes_text(format, tag, kind)])
     tag, before, behind = found[0], text[: found.start()], text[found.end() :]
     has_name = "=" in tag
     written = {

@@ -15,7 +15,8 @@ from quire.server.parsers.argument_types import TEXT, property_types
 from quire.server.parsers.events import Content, Event, ToolCall
 from quire.server.parsers.output_parser import OutputFormat, tool_parser
 from quire.server.parsers.tags import Tags
-from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Tagged
+from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Quoted, Tagged
+from tests.unit.server.parsers.mutations import values_with_tags
 from tests.unit.server.parsers.samples import SCHEMAS, TWO_CALLS, cut, joined
 
 BOTH = [("get_weather", {"city": "Bonn"}), ("now", {})]
@@ -186,14 +187,12 @@ def test_a_call_with_spoilt_tags_is_a_call(format: str, text: str, content: str)
     assert (said, [(name, json.loads(arguments)) for name, arguments in calls]) == (content, BOTH[:1])
 
 
-def test_a_block_may_have_several_objects_and_a_value_may_lack_its_end() -> None:
+def test_a_block_may_have_several_objects() -> None:
     objects = '{"name": "get_weather", "arguments": {"city": "Bonn"}}\n{"name": "now", "arguments": {}}'
     assert read("hermes", f"<tool_call>\n{objects}\n</tool_call>") == (
         "",
         [("get_weather", '{"city": "Bonn"}'), ("now", "{}")],
     )
-    text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nBonn\n<parameter=unit>\nc\n</parameter>\n</function>"
-    assert read("qwen3_coder", text) == ("", [("get_weather", '{"city": "Bonn", "unit": "c"}')])
 
 
 @pytest.mark.parametrize("format", TAGGED)
@@ -203,6 +202,33 @@ def test_tags_in_a_value_with_its_closing_tag_are_text(format: str) -> None:
     for value in (f"a{tags.around[2]} {closing.strip()} b", f"a {tags.open}text{tags.between}b {tags.open}?"):
         content, (arguments,) = read_tagged(format, tagged_call(format, [("text", value)]))
         assert (content, json.loads(arguments)) == ("", {"text": value})
+
+
+@pytest.mark.parametrize("is_enforced", [False, True])
+@pytest.mark.parametrize("format", TWO_CALLS)
+def test_a_string_may_contain_every_tag_but_its_closing_one(format: str, is_enforced: bool) -> None:
+    is_raw = isinstance(TOOL_FORMATS[format].call, Tagged | Quoted)
+    for value in values_with_tags(format):
+        text = TWO_CALLS[format].replace("Bonn", value if is_raw else json.dumps(value, ensure_ascii=False)[1:-1])
+        for chunks in ([text], text):
+            parser = OutputFormat(tools=TOOL_FORMATS[format], schemas=SCHEMAS, is_enforced=is_enforced).parser()
+            content, _, calls = joined([event for chunk in chunks for event in parser.feed(chunk)] + parser.finish())
+            assert content == ""
+            assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+                ("get_weather", {"city": value}),
+                ("now", {}),
+            ]
+
+
+def test_a_tag_ends_a_value_where_the_call_needs_another_argument() -> None:
+    schema = {"properties": {"city": {"type": "string"}, "state": {"type": "string"}}, "required": ["state"]}
+    text = "<tool_call>\n<function=f>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n</parameter>\n"
+    for more, expected in (
+        ("", {"city": "Dallas", "state": "TX"}),
+        ("<parameter=state>\nUT\n</parameter>\n", {"city": "Dallas\n<parameter=state>\nTX", "state": "UT"}),
+    ):
+        content, (arguments,) = read_tagged("qwen3_coder", f"{text}{more}</function>\n</tool_call>", schema=schema)
+        assert (content, json.loads(arguments)) == ("", expected)
 
 
 @pytest.mark.parametrize("format", TWO_CALLS)
