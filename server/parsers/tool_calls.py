@@ -36,6 +36,8 @@ NAME = re.compile(r"[\w.-]*")
 _CALLED = re.compile(r"(?<![\w.:-])(?:functions\.)?([\w.-]+?)(?::\d+)?\s*\Z")
 """A name, or a call's id that contains it, at the end of a text."""
 _LAST_WORD = re.compile(r"(?<![\w.:-])([\w.:-]+)(\s*)\Z")
+_MAX_TAGS = 8
+"""Maximum number of repetitions of tags that are read as one."""
 _MIN_CUT = 4
 """Minimum number of characters of a tag at the end of a text, by which it is recognized."""
 _MAX_HEAD = 300
@@ -96,6 +98,9 @@ class ToolParser(IncrementalParser):
         self._name_ends = name_ends
         self._hidden_marker = any_of(*hidden)
         self._count = 0
+        self._begin_end = 0
+        """Where the tags end that begin the current block."""
+        self._is_at_start = False
         self._is_open = self._is_closing = False
         """A call's arguments are not complete; they are, and the text up to the next call belongs to the format."""
         super().__init__()
@@ -153,9 +158,10 @@ class ToolParser(IncrementalParser):
         return at > 0 or _LAST_WORD.match(self._last_character) is None
 
     def _try_block(self, behind_marker: int) -> Steps[bool]:
-        """Read a block, whose marker ends at `behind_marker`. If it is invalid, its marker is content."""
+        """Read a block, whose marker ends at `behind_marker`. If it is invalid, the tags that begin it are content."""
         calls_before = self._count
-        self._pos = 0
+        self._pos = self._begin_end = 0
+        self._is_at_start = True
         self._is_open = self._is_closing = False
         try:
             yield from self._block()
@@ -167,8 +173,9 @@ class ToolParser(IncrementalParser):
             if is_cut and (self._is_required or self._is_open or self._is_closing):
                 self._text = ""
             elif self._count == calls_before:
-                marker = self._hidden_marker.sub("", self._text[:behind_marker])
-                self._text = marker + self._text[behind_marker:]
+                behind = max(behind_marker, self._begin_end) if behind_marker else 0
+                marker = self._hidden_marker.sub("", self._text[:behind])
+                self._text = marker + self._text[behind:]
                 self._emit_text(len(marker))
             self._pos = 0
         return self._count > calls_before
@@ -178,6 +185,8 @@ class ToolParser(IncrementalParser):
         is_marked = False
         while True:
             begins = yield from self._skip(self._begins)
+            if self._is_at_start:
+                self._is_at_start, self._begin_end = False, self._pos if begins else 0
             is_marked = is_marked or any(len(tag) > 1 for tag in begins)
             first = yield from self._peek()
             if first == "{" and isinstance(self._format.call, JsonObject | Json):
@@ -196,10 +205,12 @@ class ToolParser(IncrementalParser):
             self._is_closing = False
 
     def _skip(self, pattern: Tags) -> Steps[list[str]]:
-        """Read any number of tags, and white space before them; returns them."""
+        """Read any number of tags up to a limit, and white space before them; returns them."""
         found: list[str] = []
         while True:
             begin = self._pos
+            if len(found) == _MAX_TAGS:
+                return found
             yield from self._peek()
             if not (tag := (yield from self._take_tag(pattern))):
                 self._pos = begin

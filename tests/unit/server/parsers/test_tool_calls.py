@@ -347,6 +347,23 @@ def test_an_escaped_quote_may_be_cut(cut_after: int) -> None:
     assert joined(events_of("hermes", [call[:at], call[at:]]))[2] == [("get_weather", '{"city": "\\"}{"}')]
 
 
+@pytest.mark.parametrize("format", TWO_CALLS)
+def test_many_opening_tags_are_read_once(format: str) -> None:
+    for marker in TOOL_FORMATS[format].markers:
+        parser, count = tool_parser(TOOL_FORMATS[format], SCHEMAS), 0
+        take = parser._take_tag
+
+        def counted(pattern: Tags, take: Any = take) -> Any:
+            nonlocal count
+            count += 1
+            return (yield from take(pattern))
+
+        parser._take_tag = counted  # type: ignore[method-assign]
+        text = marker * 400
+        assert joined(parser.feed(text) + parser.finish()) == (text, "", [])
+        assert count < 5 * 400
+
+
 @pytest.mark.parametrize("format", TAGGED)
 def test_a_closing_tag_ends_a_value_but_not_in_a_string_of_json(format: str) -> None:
     tags = TAGGED[format]
