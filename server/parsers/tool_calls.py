@@ -98,9 +98,12 @@ class ToolParser(IncrementalParser):
         self._name_ends = name_ends
         self._hidden_marker = any_of(*hidden)
         self._count = 0
+        self._read: list[str] | None = None
+        self._held: list[ToolCall] = []
+        """The texts and calls that have been read in the current block; None while a tag says that it is one."""
         self._begin_end = 0
         """Where the tags end that begin the current block."""
-        self._is_at_start = False
+        self._is_at_start = self._is_after_name = False
         self._is_open = self._is_closing = False
         """A call's arguments are not complete; they are, and the text up to the next call belongs to the format."""
         super().__init__()
@@ -112,7 +115,8 @@ class ToolParser(IncrementalParser):
             while True:
                 if not (yield from self._content_up_to_a_block()):
                     return
-                if (yield from self._try_block(self._pos)):
+                is_marked = not self._is_after_name or not isinstance(self._format.call, Tagged)
+                if (yield from self._try_block(self._pos, is_marked)):
                     break
 
     def _content_up_to_a_block(self) -> Steps[bool]:
@@ -121,7 +125,8 @@ class ToolParser(IncrementalParser):
             found, held = self._marker.whole.search(self._text), len(self._text) if self._ended else self._content_end()
             if found is not None and found.start() <= held:  # unless it is inside of a marker that has begun
                 begin, end = found.start(), found.end()
-                if found.lastindex == _NAME_END:
+                self._is_after_name = found.lastindex == _NAME_END
+                if self._is_after_name:
                     name = _CALLED.search(self._text, max(0, begin - _MAX_HEAD), begin)
                     if name is not None and name[1] in self._schemas and self._begins_word(name.start()):
                         begin = name.start()
@@ -157,19 +162,34 @@ class ToolParser(IncrementalParser):
         """Whether the word at `at` is not the rest of one whose beginning has been emitted."""
         return at > 0 or _LAST_WORD.match(self._last_character) is None
 
-    def _try_block(self, behind_marker: int) -> Steps[bool]:
-        """Read a block, whose marker ends at `behind_marker`. If it is invalid, the tags that begin it are content."""
+    def _try_block(self, behind_marker: int, is_marked: bool = False) -> Steps[bool]:
+        """Read a block, whose marker ends at `behind_marker`. If it is invalid, the tags that begin it are content.
+
+        If it is not marked, it is only read if there are tags before or behind its calls, or nothing behind them.
+        Otherwise it is text about calls.
+        """
         calls_before = self._count
         self._pos = self._begin_end = 0
         self._is_at_start = True
         self._is_open = self._is_closing = False
+        self._read = None if is_marked or self._is_required or self._format.bare else []
         try:
             yield from self._block()
             self._is_closing = True
             yield from self._peek()  # white space at the very end belongs to the format
+            if self._read is not None and not (yield from self._skip_beside(self._begins)):
+                raise MalformedText
             self._pos = 0
+            self._release()
         except MalformedText as error:
             is_cut = isinstance(error, TextCutOff)
+            if self._read and not (is_cut and (self._is_open or self._is_closing)):
+                text = self._hidden_marker.sub("", "".join(self._read))
+                self._read, self._held, self._count = None, [], calls_before
+                self._text, self._pos = text + self._text, 0
+                self._emit_text(len(text))
+                return False
+            self._release()
             if is_cut and (self._is_required or self._is_open or self._is_closing):
                 self._text = ""
             elif self._count == calls_before:
@@ -184,7 +204,7 @@ class ToolParser(IncrementalParser):
         """Read calls up to the end of their block."""
         is_marked = False
         while True:
-            begins = yield from self._skip(self._begins)
+            begins = yield from self._skip_beside(self._begins)
             if self._is_at_start:
                 self._is_at_start, self._begin_end = False, self._pos if begins else 0
             is_marked = is_marked or any(len(tag) > 1 for tag in begins)
@@ -195,14 +215,31 @@ class ToolParser(IncrementalParser):
                 yield from self._named(is_marked or bool(begins))
             self._is_open, self._is_closing, is_marked = False, True, True
             self._drop()
-            yield from self._skip(self._call_ends)
+            yield from self._skip_beside(self._call_ends)
             self._drop()
-            if (yield from self._skip(self._block_ends)):
+            if (yield from self._skip_beside(self._block_ends)):
                 self._drop()
                 return
             if (yield from self._peek()) in ",;":
                 self._pos += 1
             self._is_closing = False
+
+    def _skip_beside(self, pattern: Tags) -> Steps[list[str]]:
+        """Do the same as `_skip` next to a call, which a tag marks."""
+        found = yield from self._skip(pattern)
+        if any(is_tag(tag) or tag in self._format.markers for tag in found):
+            self._release()
+        return found
+
+    def _release(self) -> None:
+        """Emit the calls that have been held back."""
+        self._events += self._held
+        self._read, self._held = None, []
+
+    def _drop(self) -> None:
+        if self._read is not None:
+            self._read.append(self._text[: self._pos])
+        super()._drop()
 
     def _skip(self, pattern: Tags) -> Steps[list[str]]:
         """Read any number of tags up to a limit, and white space before them; returns them."""
@@ -269,7 +306,7 @@ class ToolParser(IncrementalParser):
         if isinstance(self._format.call, JsonObject):
             raise MalformedText
         name, call_id = yield from self._name()
-        between = yield from self._skip(self._betweens)
+        between = yield from self._skip_beside(self._betweens)
         if not (is_marked or any(map(is_tag, between)) or isinstance(self._format.call, Tagged)):
             raise MalformedText
         while self._has_attribute and (yield from self._repeats(name)):
@@ -420,7 +457,7 @@ class ToolParser(IncrementalParser):
 
     def _call(self, piece: ToolCall) -> None:
         if self._limit is None or piece.index < self._limit:
-            self._events.append(piece)
+            (self._events if self._read is None else self._held).append(piece)
 
     def _known(self, name: str) -> str:
         if name not in self._schemas:

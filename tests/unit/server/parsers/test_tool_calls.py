@@ -105,6 +105,10 @@ OTHER_WAYS = [
     ("pythonic", "[now(a='it\\'s, (ok)', b=[1, {'x': (None, True)}], c=true, d=-1.5e3, e=\"\\ud83d\\ude00\\/\")]", "",
      ['{"a": "it\'s, (ok)", "b": [1, {"x": [null, true]}], "c": true, "d": -1500.0, "e": "😀/"}']),
     ("pythonic", "[ now( a = 1 , ) , now( ) ]", "", ['{"a": 1}', "{}"]),
+    ("hermes", '{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {}}\n', "", ["{}", "{}"]),
+    ("hermes", '{"name": "now", "arguments": {}}<tool_call>{"name": "now"}</tool_call>Ok', "Ok", ["{}", "{}"]),
+    ("mistral", '[{"name": "now", "arguments": {}}]\n', "", ["{}"]),
+    ("gemma4", "call:now{query:x}", "", ['{"query": "x"}']),
 ]  # fmt: skip
 
 """Variants that models also write: format, text, content and arguments of the calls."""
@@ -268,6 +272,15 @@ NO_CALLS = [
     ("pythonic", "[now(a=" + "(" * 5000),
     ("pythonic", "[now"),
     ("pythonic", "["),
+    ("hermes", '{"name": "now", "arguments": {}} is an example'),
+    ("hermes", '{"name": "now", "arguments": {}} {"name": "now", "arguments": {}} are two'),
+    ("hermes", '{"name": "now", "arguments": {}}, {"name": "unknown", "arguments": {}}'),
+    ("mistral", '[{"name": "now", "arguments": {}}] is a list'),
+    ("lfm2", "[now()] is how you call it."),
+    ("olmo3", "now() is how you call it."),
+    ("gemma4", "call:now{query:x} is the syntax"),
+    ("glm47", "It is now\n<arg_key>query</arg_key>, then <arg_value>x</arg_value>, then the end"),
+    ("glm47", "It is now\n<arg_key>query</arg_key><arg_value>x</arg_value> and the end"),
 ]
 
 """Text that is no call stays content."""
