@@ -55,7 +55,8 @@ class ToolParser(IncrementalParser):
     """Splits text into content and calls; see `output_parser.tool_parser`.
 
     What is read is wider than what is written: a call is its name and its arguments in the right order. The tags around
-    them may be missing, doubled or misspelt (see `tags`), as long as at least one says that this is a call.
+    them may be missing, doubled or misspelt (see `tags`), as long as at least one says that this is a call. But what a
+    grammar of the format allows is read as the grammar says.
     """
 
     def __init__(
@@ -165,8 +166,8 @@ class ToolParser(IncrementalParser):
     def _try_block(self, behind_marker: int, is_marked: bool = False) -> Steps[bool]:
         """Read a block, whose marker ends at `behind_marker`. If it is invalid, the tags that begin it are content.
 
-        If it is not marked, it is only read if there are tags before or behind its calls, or nothing behind them.
-        Otherwise it is text about calls.
+        If it is not marked, it is only read if there are tags before or behind its calls, or nothing behind them and
+        all of them are whole. Otherwise it is text about calls.
         """
         calls_before = self._count
         self._pos = self._begin_end = 0
@@ -183,7 +184,7 @@ class ToolParser(IncrementalParser):
             self._release()
         except MalformedText as error:
             is_cut = isinstance(error, TextCutOff)
-            if self._read and not (is_cut and (self._is_open or self._is_closing)):
+            if self._read and not (is_cut and self._is_closing):
                 text = self._hidden_marker.sub("", "".join(self._read))
                 self._read, self._held, self._count = None, [], calls_before
                 self._text, self._pos = text + self._text, 0

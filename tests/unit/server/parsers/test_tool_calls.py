@@ -109,6 +109,7 @@ OTHER_WAYS = [
     ("hermes", '{"name": "now", "arguments": {}}<tool_call>{"name": "now"}</tool_call>Ok', "Ok", ["{}", "{}"]),
     ("mistral", '[{"name": "now", "arguments": {}}]\n', "", ["{}"]),
     ("gemma4", "call:now{query:x}", "", ['{"query": "x"}']),
+    ("glm47", "now<arg_key>query</arg_key><arg_value>x</arg_value>", "", ['{"query": "x"}']),
 ]  # fmt: skip
 
 """Variants that models also write: format, text, content and arguments of the calls."""
@@ -275,7 +276,9 @@ NO_CALLS = [
     ("hermes", '{"name": "now", "arguments": {}} is an example'),
     ("hermes", '{"name": "now", "arguments": {}} {"name": "now", "arguments": {}} are two'),
     ("hermes", '{"name": "now", "arguments": {}}, {"name": "unknown", "arguments": {}}'),
+    ("hermes", '{"name": "now", "arguments": {"a": 1'),
     ("mistral", '[{"name": "now", "arguments": {}}] is a list'),
+    ("glm47", "It is now\n<arg_key>query</arg_key>..."),
     ("lfm2", "[now()] is how you call it."),
     ("olmo3", "now() is how you call it."),
     ("gemma4", "call:now{query:x} is the syntax"),
