@@ -22,6 +22,7 @@ from quire.server.text.schemas.common import (
     strings,
     subsets,
     type_of,
+    types_of,
 )
 from quire.server.text.schemas.normal import normalized
 
@@ -183,7 +184,7 @@ def _another_name(names: list[str]) -> list[Any]:
 
 def _property_names(schema: Schema, resolve: Resolve) -> list[Any]:
     names = schema["propertyNames"]
-    if isinstance(names, dict) and names.keys() <= {"enum", "const", "type"}:
+    if isinstance(names, dict) and names.keys() - {"type"} in ({"enum"}, {"const"}) and "string" in types_of(names):
         allowed = listed(names.get("enum", [names.get("const")]))
         return _another_name([each for each in allowed if isinstance(each, str)])
     if names is False:
@@ -228,7 +229,7 @@ def _any_of(schema: Schema, resolve: Resolve) -> list[Any]:
     """Negate all alternatives; at once, if all are constants, or each is about the same one property."""
     options = listed(schema["anyOf"])
     if options and all(isinstance(each, dict) for each in options):
-        if all(each.keys() <= {"const"} or each.keys() <= {"enum"} for each in options):
+        if all(each.keys() in ({"const"}, {"enum"}) for each in options):
             values = [value for each in options for value in listed(each.get("enum", [each.get("const")]))]
             return _values({"enum": values}, resolve)
         first = {key: value for key, value in options[0].items() if key != "properties"}

@@ -104,7 +104,11 @@ class _Index:
                     holder[rest[0]] = self._replaced(each, place)
         result |= inner
         for keyword in ("$ref", "$dynamicRef"):
-            target = self._target(result.get(keyword), self._bases[at], is_dynamic=keyword == "$dynamicRef")
+            try:
+                target = self._target(result.get(keyword), self._bases[at], is_dynamic=keyword == "$dynamicRef")
+            except ValueError as error:
+                path = "".join(f"/{part}" for part in at)[:200]
+                raise ValueError(f"the schema's {keyword} (at {path}) {error}; it cannot be enforced") from None
             if target is None:
                 continue
             del result[keyword]
@@ -134,10 +138,12 @@ class _Index:
         return place if sum(name == fragment for _, name in self._dynamic) == 1 else None
 
     def _at_pointer(self, start: _Place, pointer: str) -> _Place | None:
-        """Return the place of the schema at a pointer; None if it is not where the specification has schemas, as the
-        references inside have an unknown base.
+        """Return the place of the schema at a pointer, or None if there is nothing.
+
+        Raises ValueError inside an embedded resource (`$id`) if the place is not one where the specification has
+        schemas: the references there, and those to nothing, would be read as from the root.
         """
-        place = start
+        place, base = start, self._bases[start]
         value: Any = self._root
         for part in start:
             value = value[part]
@@ -147,9 +153,14 @@ class _Index:
                 key: str | int = int(part) if isinstance(value, list) else part
                 value = value[key]
             except (LookupError, TypeError, ValueError):
+                if base != self._root_uri:
+                    raise ValueError(f"points to nothing in {base[:200]!r}") from None
                 return None
             place = (*place, key)
-        return place if place in self._bases or isinstance(value, bool) else None
+            base = self._bases.get(place, base)
+        if place not in self._bases and not isinstance(value, bool) and base != self._root_uri:
+            raise ValueError(f"points into {base[:200]!r} at a place where it can have no schema; use $defs")
+        return place
 
 
 def _escaped(part: str | int) -> str:

@@ -70,6 +70,7 @@ SAME: list[Schema] = [
     # conditions
     {"if": {"type": "string"}, "then": {"minLength": 2}},
     {"if": {"type": "string"}, "else": {"type": "object"}},
+    {"type": "object", "if": {"properties": {"a": {"anyOf": [{}, {"const": 1}]}}}, "then": {"required": ["b"]}},
     {"type": "object", "if": _kind("x"), "then": {"required": ["b"]}, "else": {"properties": {"b": False}}},
     {
         "type": "object",
@@ -131,6 +132,8 @@ SAME: list[Schema] = [
     {"properties": {"b": {"$dynamicRef": "#node"}}, "$dynamicAnchor": "node", "type": ["object", "integer"]},
     {"properties": {"b": {"$ref": "#/$defs/x/$defs/y~1z"}},
      "$defs": {"x": {"$id": "urn:x", "$defs": {"y/z": {"$ref": "#h"}, "h": {"$anchor": "h", "type": "integer"}}}}},
+    {"$id": "urn:root", "$defs": {"y": {"$id": "urn:y", "$ref": "urn:root#/components/x"}},
+     "components": {"x": {"required": ["a"]}}, "properties": {"a": {"$ref": "urn:y"}}},
     # spellings
     {"maxLength": 2.0, "maxItems": 1.0},
     {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"], "b": {"maxProperties": 2}}},
@@ -161,6 +164,7 @@ def test_the_same_values_match(schema: Schema, lost: list[Any], monkeypatch: pyt
         ({"oneOf": [{"minLength": at} for at in range(20)]}, "oneOf", "use anyOf"),
         ({"oneOf": [{"type": "string", "pattern": str(at)} for at in range(100)]}, "oneOf", "tell them apart"),
         ({"not": {"pattern": "a"}}, "not", "excludes pattern"),
+        ({"not": {"propertyNames": {"type": ["string", "null"]}}}, "not", "excludes propertyNames"),
         ({"not": {"additionalProperties": {"type": "null"}}}, "not", "excludes additionalProperties"),
         ({"$ref": "#/$defs/n", "$defs": {"n": {"not": {"$ref": "#/$defs/n"}}}}, "$ref", "itself"),
         (
@@ -178,6 +182,12 @@ def test_the_same_values_match(schema: Schema, lost: list[Any], monkeypatch: pyt
          "unevaluatedProperties", "alternatives"),
         ({"contains": {"pattern": "a"}, "maxContains": 1}, "contains", "excludes pattern"),
         ({"dependentRequired": {"a": 5}}, "dependentRequired", "list of strings"),
+        ({"$id": "urn:root", "components": {"x": {"type": "integer"}},
+          "properties": {"a": {"$id": "urn:inner", "components": {"x": {"type": "string"}}, "$ref": "#/components/x"}}},
+         "$ref (at /properties/a)", "point into"),
+        ({"$ref": "#/properties/a/components/x", "components": {"y": {}},
+          "properties": {"a": {"$id": "urn:inner", "components": {"y": False, "x": {"$ref": "#/components/y"}}}}},
+         "$ref", "point into"),
         ({"$dynamicRef": "#a", "$defs": {at: {"$id": at, "$dynamicAnchor": "a"} for at in "xy"}}, "$dynamicRef", "not"),
     ],
 )  # fmt: skip
