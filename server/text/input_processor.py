@@ -37,6 +37,7 @@ from quire.server.text.inputs import (
 from quire.server.text.json_schema import checked_schema
 from quire.server.text.pooling_processor import PoolingProcessor
 from quire.server.text.prompt_tokenizer import PromptTokenizer, run_in_thread, truncated
+from quire.server.text.schemas.common import Budget
 from quire.server.text.structured_outputs import SizeCheck, StructuredOutputCheck, about, new_dropped, warn
 from quire.server.text.template_renderer import LocalRenderer, TemplateRenderer
 from quire.server.text.tokenizer import Tokenizer
@@ -237,11 +238,10 @@ class InputProcessor:
         needs_grammar = chat.tool_use is not None and (chat.tool_use.needs_grammar or budget is not None)
         if chat.tool_use is not None and (needs_grammar or answer is not None):
             schema = None if answer is None or chat.tool_use.required else _schema_of(answer, names.structured_outputs)
-            own = [tool.grammar for tool in chat.tool_use.tools if tool.grammar is not None]
-            for each in own:
+            for each in [tool.grammar for tool in chat.tool_use.tools if tool.grammar is not None]:
                 await self._structured.resolve_in_thread(StructuredOutputs(grammar=each.definition), each.param)
-            make = partial(self._tool_grammar, chat.tool_use, output_format, schema, budget)
-            grammar = await run_in_thread(sum(len(each.definition) for each in own), make)
+            # Even a small schema may take long to check.
+            grammar = await asyncio.to_thread(self._tool_grammar, chat.tool_use, output_format, schema, budget)
             params.structured_outputs = await self._resolve_tools(grammar, chat.tool_use)
             assert output_format is not None
             output_format = replace(output_format, is_enforced=True)
@@ -267,10 +267,8 @@ class InputProcessor:
         try:
             return await self._structured.resolve_in_thread(grammar, "tools")
         except InvalidParameter:
-            for tool in use.tools:
-                if tool.strict or use.required:
-                    with about("tools", f"tools: {tool.name}"):
-                        checked_schema(tool.parameters, new_dropped(self._fallback))
+            checked = [tool for tool in use.tools if tool.strict or use.required]
+            await asyncio.to_thread(_checked, checked, new_dropped(self._fallback))
             raise
 
     async def _validate(self, params: SamplingParams, names: ParamNames) -> SamplingParams:
@@ -412,7 +410,8 @@ class InputProcessor:
         tools = use.tools
         if isinstance(output_format.tools.call, Tagged | Quoted):  # each property has a grammar of its own
             dropped = new_dropped(self._fallback)
-            tools = tuple(_checked(tool, dropped) if tool.strict or use.required else tool for tool in tools)
+            checked = iter(_checked([tool for tool in tools if tool.strict or use.required], dropped))
+            tools = tuple(next(checked) if tool.strict or use.required else tool for tool in tools)
             warn(dropped or (), "tools")
         grammar = tool_grammar(
             output_format.tools,
@@ -494,10 +493,13 @@ def _variables(tokenizer: Tokenizer, formats: ChatFormats) -> dict[str, Any]:
     return {name: value for name, value in defaults.items() if value is not None} | tokenizer.special_tokens
 
 
-def _checked(tool: GrammarTool, dropped: list[str] | None) -> GrammarTool:
-    """Return a tool whose schema is as it is enforced, with all references to definitions."""
-    with about("tools", f"tools: {tool.name}"):
-        return replace(tool, parameters=checked_schema(tool.parameters, dropped))
+def _checked(tools: Sequence[GrammarTool], dropped: list[str] | None) -> list[GrammarTool]:
+    """Return tools whose schemas are as they are enforced, with all references to definitions."""
+    found, budget = [], Budget()
+    for tool in tools:
+        with about("tools", f"tools: {tool.name}"):
+            found.append(replace(tool, parameters=checked_schema(tool.parameters, dropped, budget)))
+    return found
 
 
 def _schema_of(answer: StructuredOutputs, param: str) -> Any:

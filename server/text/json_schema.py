@@ -14,12 +14,13 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
 from quire.engine.scheduler.grammar import JSON_OPTIONS
 from quire.server.text import patterns
-from quire.server.text.schemas.common import Resolve, Shared
+from quire.server.text.schemas.common import Budget, Resolve, Shared
 from quire.server.text.schemas.references import subschemas, with_pointers
 from quire.server.text.schemas.rewriting import rewritten
 
@@ -76,11 +77,12 @@ _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def checked_schema(schema: Any, dropped: list[str] | None = None) -> dict[str, Any]:
+def checked_schema(schema: Any, dropped: list[str] | None = None, budget: Budget | None = None) -> dict[str, Any]:
     """Return a JSON schema (an object or text) as it is enforced; also used for `%json` in a grammar.
 
     Raises ValueError for a schema that is too large or cannot be enforced. With `dropped`, keywords that are not
-    supported are left out, and errors about them are appended to it.
+    supported are left out, and errors about them are appended to it. Takes about a second of processor time at most;
+    the schemas of one request share a budget.
     """
     if isinstance(schema, str):
         try:
@@ -92,15 +94,18 @@ def checked_schema(schema: Any, dropped: list[str] | None = None) -> dict[str, A
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema must be an object, not {type(schema).__name__}")
     check_schema_size(schema)
-    checked = _SchemaWalk(schema, dropped).result()
+    checked = _SchemaWalk(schema, dropped, budget or Budget()).result()
     return {"x-guidance": JSON_OPTIONS, **checked}
 
 
 class _SchemaWalk:
     """One pass over a schema and its references, in time linear in the schema's size."""
 
-    def __init__(self, root: dict[str, Any], dropped: list[str] | None) -> None:
+    def __init__(self, root: dict[str, Any], dropped: list[str] | None, budget: Budget) -> None:
         self._dropped = dropped
+        self._budget = budget
+        self._patterns: dict[str, str] = {}
+        """Rewritten patterns."""
         self._root = {key: value for key, value in with_pointers(root).items() if key not in _AT_THE_ROOT}
         self._targets: dict[str, Any] = {}
         """The rewritten targets of references, by name."""
@@ -108,11 +113,13 @@ class _SchemaWalk:
         self._by_target: dict[int, str] = {}
         """Names of the targets by identity, since a target has several possible pointers."""
         self._shared: dict[Shared, str] = {}
-        self._resolve = Resolve(self._resolved)
+        self._resolve = Resolve(self._resolved, budget)
         self._pending: deque[tuple[str, Any, str]] = deque()
         """Name, schema and path of the targets to rewrite."""
         self._left = MAX_ADDED_SCHEMAS + 2 * _number_of_schemas(self._root)
         """How many more schemas may be visited."""
+        self._is_rewriting = False
+        """Whether any keyword has been replaced."""
         self._rewriting = "$ref", ""
         """The keyword that is being replaced, and its path."""
         self._namesakes: Counter[str] = Counter()
@@ -145,15 +152,16 @@ class _SchemaWalk:
         schema, parts = rewritten(schema, self._resolve, lambda name, error: self._drop(name, path, str(error)))
         result: dict[str, Any] = {}
         for keyword, value in schema.items():
-            here = f"{path}/{keyword}"
+            here = _below(path, keyword)
+            self._write(keyword, value, path)
             if keyword in _LISTS:
                 if not isinstance(value, list):
                     raise self._error(keyword, path, "must be a list")
-                result[keyword] = [self._schema(each, f"{here}/{at}") for at, each in enumerate(value)]
+                result[keyword] = [self._schema(each, _below(here, at)) for at, each in enumerate(value)]
             elif keyword in _MAPS:
                 if not isinstance(value, dict):
                     raise self._error(keyword, path, "must be an object")
-                schemas = {name: self._schema(each, f"{here}/{name}") for name, each in value.items()}
+                schemas = {name: self._schema(each, _below(here, name)) for name, each in value.items()}
                 result[keyword] = schemas if keyword == "properties" else self._by_pattern(schemas, path)
             elif keyword in _ONE and not isinstance(value, list):
                 result[keyword] = self._schema(value, here)
@@ -161,9 +169,10 @@ class _SchemaWalk:
                 result[keyword] = self._reference(value, path)
             elif keyword == "pattern" and isinstance(value, str):
                 try:
-                    result[keyword] = patterns.rewritten(value)
+                    result[keyword] = self._pattern(value)
                 except ValueError as error:
                     self._drop(keyword, path, str(error))
+                self._write(keyword, result.get(keyword), path)
             elif keyword in _ENFORCED:
                 if keyword not in _NUMBERS and not all(map(_fits, _leaves(value))):
                     raise self._error(keyword, path, "has an integer of more than 64 bits")
@@ -176,17 +185,18 @@ class _SchemaWalk:
         _exclude_whole_bounds(result)
         more = [self._replacement(keyword, part, path) for keyword, found in parts.items() for part in found]
         if (format := _format(result.pop("format", ""))) is not None:
-            more.append({"$comment": f"{path}/format", **format})
+            self._write("format", format, path)
+            more.append({"$comment": _below(path, "format"), **format})
         if more:
             result["allOf"] = [*result.get("allOf", ()), *more]
         return result
 
     def _replacement(self, keyword: str, part: Any, path: str) -> Any:
         """Return a schema that replaces this keyword, as it is enforced. Its comment is the path, for errors."""
-        self._rewriting = keyword, path
-        here = f"{path}/{keyword}"
+        self._rewriting, self._is_rewriting = (keyword, path), True
+        here = _below(path, keyword)
         if isinstance(part, dict) and part.keys() == {"anyOf"}:
-            checked: Any = {"anyOf": [self._schema(each, f"{here}/{at}") for at, each in enumerate(part["anyOf"])]}
+            checked: Any = {"anyOf": [self._schema(each, _below(here, at)) for at, each in enumerate(part["anyOf"])]}
         else:
             checked = self._schema(part, here)
         if checked is False:
@@ -197,28 +207,48 @@ class _SchemaWalk:
         """Reject keywords that llguidance would enforce only partially."""
         if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] in _REJECTED_FORMATS):
             self._drop("format", path, f"must be one of {', '.join(FORMATS)}, not {schema['format']!r}")
-        literals = {keyword: list(_leaves(schema[keyword])) for keyword in _NUMBERS if keyword in schema}
-        for keyword, values in (*literals.items(), ("properties", schema.get("properties", ()))):
-            if not all(map(_is_exact, values)):
-                raise self._error(
-                    keyword,
-                    path,
-                    "contains a number that does not fit into a double and 64 bits; integers up to 2^53 always do",
-                )
-            if any(isinstance(value, str) and _UNWRITABLE.search(value) for value in values):
-                raise self._error(keyword, path, "contains a control character or an unpaired surrogate")
+        for keyword in (*_NUMBERS, "properties"):
+            if keyword in schema:
+                values = [*schema[keyword]] if keyword == "properties" else schema[keyword]
+                if problem := self._resolve.once([schema[keyword]], "literals", partial(_literal_problem, values)):
+                    raise self._error(keyword, path, problem)
         if "prefixItems" in schema and ("additionalItems" in schema or isinstance(schema.get("items"), list)):
             raise self._error("prefixItems", path, "cannot be combined with additionalItems or a list of items")
 
     def _by_pattern(self, schemas: dict[str, Any], path: str) -> dict[str, Any]:
         """Return the schemas by their rewritten patterns."""
-        try:
-            result = {patterns.rewritten(name): schema for name, schema in schemas.items()}
-        except ValueError as error:
-            raise self._error("patternProperties", path, str(error)) from None
-        if len(result) < len(schemas):
-            raise self._error("patternProperties", path, "has patterns that match the same names")
+        result: dict[str, Any] = {}
+        for name, schema in schemas.items():
+            try:
+                pattern = self._pattern(name)
+            except ValueError as error:
+                self._drop("patternProperties", path, str(error))
+                continue
+            if pattern in result:
+                raise self._error("patternProperties", path, "has patterns that match the same names")
+            result[pattern] = schema
+        self._write("patternProperties", result, path)
         return result
+
+    def _pattern(self, pattern: str) -> str:
+        """Return a rewritten pattern; raises ValueError."""
+        if pattern not in self._patterns:
+            self._patterns[pattern] = patterns.rewritten(pattern, self._budget.step)
+        return self._patterns[pattern]
+
+    def _write(self, keyword: str, value: Any, path: str) -> None:
+        """Take the bytes of a keyword from the budget, without those of the schemas in it."""
+        number = len(keyword)
+        if keyword in _MAPS and isinstance(value, dict):
+            number += sum(map(len, value)) + len(value)
+        elif keyword in _LISTS and isinstance(value, list):
+            number += len(value)
+        elif keyword in _ENFORCED and keyword not in (*_ONE, "$ref"):
+            number += self._resolve.once([value], "size", lambda: _size(value))
+        try:
+            self._budget.write(number)
+        except ValueError as error:
+            raise self._error(*(self._rewriting if self._is_rewriting else (keyword, path)), str(error)) from None
 
     def _reference(self, reference: Any, path: str) -> str:
         """Resolve a reference inside the schema once, and return its new name."""
@@ -331,6 +361,26 @@ class _SchemaWalk:
         return ValueError(f"the schema's {keyword} (at {path or '/'}) {problem}; it cannot be enforced")
 
 
+def _literal_problem(value: Any) -> str:
+    """Return why a value cannot be enforced; nothing if it can."""
+    values = list(_leaves(value))
+    if not all(map(_is_exact, values)):
+        return "contains a number that does not fit into a double and 64 bits; integers up to 2^53 always do"
+    if any(isinstance(value, str) and _UNWRITABLE.search(value) for value in values):
+        return "contains a control character or an unpaired surrogate"
+    return ""
+
+
+def _below(path: str, part: str | int) -> str:
+    """Return the path of a part, not much longer than errors show it."""
+    return f"{path}/{part}"[: _MAX_PATH + 1]
+
+
+def _size(value: Any) -> int:
+    """Return about the bytes of a value as JSON."""
+    return sum(len(each) + 4 if isinstance(each, str) else 6 for each in _leaves(value))
+
+
 def check_schema_size(schema: Any) -> None:
     level = [schema]
     for _ in range(MAX_SCHEMA_DEPTH + 1):
@@ -356,13 +406,13 @@ def keywords(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any],
         return
     path = schema.get("$comment", path)
     for keyword, value in list(schema.items()):
-        here = path if "$comment" in schema and keyword == "anyOf" else f"{path}/{keyword}"
+        here = path if "$comment" in schema and keyword == "anyOf" else _below(path, keyword)
         if keyword in _MAPS or keyword == "$defs":
             for name, each in list(value.items()):
-                yield from keywords(each, f"{here}/{name}")
+                yield from keywords(each, _below(here, name))
         elif keyword in _LISTS:
             for number, each in enumerate(value):
-                yield from keywords(each, f"{here}/{number}")
+                yield from keywords(each, _below(here, number))
         elif keyword in _ONE:
             yield from keywords(value, here)
     for keyword in sorted(schema, key=lambda keyword: keyword == "type"):

@@ -11,14 +11,17 @@ Rewriting it again does not change it.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 Ranges = Sequence[tuple[int, int]]
 """Code points, as ranges that include both ends."""
 
+MAX_LENGTH = 16 * 1024
+"""Characters of a pattern."""
 MAX_GROUP_DEPTH = 100
 """Nested groups in a pattern."""
 
@@ -65,16 +68,27 @@ class _Set(NamedTuple):
     """Unicode properties as they are written, such as `\\p{L}`."""
 
 
-def rewritten(pattern: str) -> str:
-    """Return the regular expression for llguidance; raises ValueError that says what is not supported."""
-    return _Rewriter(pattern).result()
+class Generated(str):
+    """A pattern that the rewriting of a schema has made, which may be longer than `MAX_LENGTH`."""
+
+    __slots__ = ()
+
+
+def rewritten(pattern: str, step: Callable[[int], None] = lambda number: None) -> str:
+    """Return the regular expression for llguidance; raises ValueError that says what is not supported. `step` is told
+    the number of steps of about 10 microseconds before they are done.
+    """
+    if len(pattern) > MAX_LENGTH and not isinstance(pattern, Generated):
+        raise ValueError(f"has {len(pattern)} characters, more than {MAX_LENGTH}")
+    return _Rewriter(pattern, step).result()
 
 
 class _Rewriter:
     """A recursive descent over one regular expression."""
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, step: Callable[[int], None]) -> None:
         self._text = pattern
+        self._step = step
         self._at = 0
         self._flags = frozenset[str]()
         self._depth = 0
@@ -152,6 +166,7 @@ class _Rewriter:
         return self._known[key]
 
     def _character_or_class(self) -> str:
+        self._step(1)
         match self._next():
             case "[":
                 return self._class()
@@ -219,9 +234,10 @@ class _Rewriter:
             else:
                 items.append(_Set(((first, last),)))
         self._at += 1
-        sets = [self._cases(item) for item in items]
+        self._step(len(items) // 4)
+        sets = [_Set(((item, item),)) if isinstance(item, int) else item for item in items]
         union = _Set([each for one in sets for each in one.ranges], tuple(p for one in sets for p in one.properties))
-        return _written(union, is_negated)
+        return _written(self._cases(union), is_negated)
 
     def _class_item(self) -> int | _Set:
         match self._next():
@@ -270,8 +286,11 @@ class _Rewriter:
         found = _Set(((item, item),)) if isinstance(item, int) else item
         if "i" not in self._flags:
             return found
-        cases = _cases()
-        cased = [code for first, last in found.ranges for code in range(first, min(last, _CASED) + 1) if code in cases]
+        cases, ordered = _cases()
+        joined = _joined(found.ranges)
+        places = [(bisect_left(ordered, first), bisect_right(ordered, last)) for first, last in joined]
+        self._step(sum(end - start for start, end in places) // 10)
+        cased = [code for start, end in places for code in ordered[start:end]]
         return _Set((*found.ranges, *((other, other) for code in cased for other in cases[code])), found.properties)
 
 
@@ -282,12 +301,15 @@ def _code(character: str) -> int:
 
 
 @cache
-def _cases() -> dict[int, list[int]]:
-    """By code point, the characters that are equal if cases are ignored (simple case folding)."""
+def _cases() -> tuple[dict[int, list[int]], list[int]]:
+    """By code point, the characters that are equal if cases are ignored (simple case folding); and the code points in
+    order.
+    """
     groups = defaultdict(list)
     for character in map(chr, range(_CASED)):
         groups[character.casefold()].append(ord(character))
-    return {code: group for group in groups.values() if len(group) > 1 for code in group}
+    cases = {code: group for group in groups.values() if len(group) > 1 for code in group}
+    return cases, sorted(cases)
 
 
 def _joined(ranges: Ranges) -> Ranges:

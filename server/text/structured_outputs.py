@@ -26,6 +26,7 @@ from quire.server.client.output_stream import EngineUnavailable
 from quire.server.client.request_record import RECORD
 from quire.server.text.json_schema import MAX_SCHEMA_BYTES, check_schema_size, checked_schema, keywords, replaced
 from quire.server.text.sandbox import Sandbox, SandboxStopped
+from quire.server.text.schemas.common import Budget
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +290,7 @@ def _checked_grammar(grammar: str, dropped: list[str] | None) -> str:
     """Return a grammar with its inline schemas checked and rewritten; `dropped`: as for `checked_schema`."""
     if option := _LARK_OPTION.search(grammar):
         raise ValueError(f"the grammar's option {option[1]}= is not supported")
-    parts, end = [], 0
+    parts, end, budget = [], 0, Budget()
     for found in _INLINE_JSON.finditer(grammar):
         if found.start() < end:
             continue
@@ -297,7 +298,7 @@ def _checked_grammar(grammar: str, dropped: list[str] | None) -> str:
             schema, after = json.JSONDecoder().raw_decode(grammar, found.end())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the grammar's %json is not JSON: {error}") from None
-        parts += [grammar[end : found.end()], json.dumps(checked_schema(schema, dropped), ensure_ascii=False)]
+        parts += [grammar[end : found.end()], json.dumps(checked_schema(schema, dropped, budget), ensure_ascii=False)]
         end = after
     return "".join((*parts, grammar[end:]))
 

@@ -39,7 +39,7 @@ def one_of(schema: Schema, resolve: Resolve) -> list[Any]:
 
 def conditional(schema: Schema, resolve: Resolve) -> list[Any]:
     """`if` with `then`, or its negation with `else`."""
-    return [_cases([schema])]
+    return [_cases([schema], resolve)]
 
 
 def conditionals(schema: Schema, resolve: Resolve) -> list[Any] | None:
@@ -54,11 +54,12 @@ def conditionals(schema: Schema, resolve: Resolve) -> list[Any] | None:
     siblings = {key: value for key, value in schema.items() if key != "allOf"}
     if len(cases) < 2 or overlaps([case["if"] for case in cases], siblings, resolve):
         return None
-    return [*others, _cases(cases)]
+    return [*others, _cases(cases, resolve)]
 
 
-def _cases(cases: list[Schema]) -> Schema:
+def _cases(cases: list[Schema], resolve: Resolve) -> Schema:
     """Return alternatives for conditions that exclude each other."""
+    resolve.step(len(cases) * (1 + sum("else" in case for case in cases)) // 25)
     conditions = [case["if"] for case in cases]
     return {
         "anyOf": [
@@ -84,10 +85,11 @@ def _cases(cases: list[Schema]) -> Schema:
 
 def dependent_required(schema: Schema, resolve: Resolve) -> list[Any]:
     """Without the property, or with all that it requires."""
+    required = {*strings(schema.get("required", []))}
     return [
         _depending(schema, name, {"required": needed})
         for name, each in mapping(schema["dependentRequired"]).items()
-        if (needed := [other for other in strings(each) if other not in (name, *schema.get("required", ()))])
+        if (needed := [other for other in strings(each) if other != name and other not in required])
     ]
 
 

@@ -83,6 +83,7 @@ def unique_items(schema: Schema, resolve: Resolve) -> list[Any]:
     while level:
         size = len(level[0])
         options = [] if size == end else values[size] if size < len(values) else tail
+        resolve.step(len(level) * len(options or ()) * size)
         longer = [
             [*items, each]
             for items in level

@@ -5,30 +5,63 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 Schema = dict[str, Any]
+Made = TypeVar("Made")
 MAX_STEPS = 100_000
-"""Schemas that are read, some of them again and again, to rewrite one schema; that takes less than a second."""
+"""Steps of about 10 microseconds to rewrite a schema: schemas that are read, some of them again and again, and groups
+of values that are compared.
+"""
+MAX_REWRITTEN_BYTES = 1024 * 1024
+"""Maximum size of a rewritten schema in bytes, about."""
+
+
+class Budget:
+    """What rewriting a schema, or several of one request, may cost."""
+
+    def __init__(self) -> None:
+        self.steps = MAX_STEPS
+        self.bytes = MAX_REWRITTEN_BYTES
+
+    def step(self, number: int = 1) -> None:
+        """Take steps; raises ValueError if that were too many."""
+        self.steps -= number
+        if self.steps < 0:
+            raise ValueError("has alternatives that are too complex to be compared")
+
+    def write(self, number: int) -> None:
+        """Take bytes of the rewritten schema; raises ValueError if that were too many."""
+        self.bytes -= number
+        if self.bytes < 0:
+            raise ValueError(f"needs more than {MAX_REWRITTEN_BYTES} bytes once it is rewritten")
 
 
 class Resolve:
     """Returns the schema to which a reference (text or `Shared`) points, and limits the work for one schema."""
 
-    def __init__(self, target: Callable[[Any], Any]) -> None:
+    def __init__(self, target: Callable[[Any], Any], budget: Budget) -> None:
         """`target` raises ValueError for references that point nowhere."""
         self._target = target
-        self._steps = 0
+        self._known: dict[Any, Any] = {}
+        self._kept: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self.step = budget.step
 
     def __call__(self, reference: Any) -> Any:
         self.step()
-        return self._target(reference)
+        if not isinstance(reference, str | Shared):
+            return self._target(reference)
+        if reference not in self._known:
+            self._known[reference] = self._target(reference)
+        return self._known[reference]
 
-    def step(self) -> None:
-        """Count a schema that is read; raises ValueError if that were too many."""
-        self._steps += 1
-        if self._steps > MAX_STEPS:
-            raise ValueError("has alternatives that are too complex to be compared")
+    def once(self, objects: Sequence[Any], key: Any, make: Callable[[], Made]) -> Made:
+        """Return what `make` returns for these very objects, which stay as they are, and call it only once."""
+        identity = (key, *map(id, objects))
+        if identity not in self._kept:
+            self._kept[identity] = make(), objects  # as long as they are kept, their ids belong to them
+        found: Made = self._kept[identity][0]
+        return found
 
 
 MAX_ALTERNATIVES = 256
@@ -88,7 +121,7 @@ def canonical(value: Any) -> str:
                 return int(part)
         return part
 
-    return json.dumps(plain(value), sort_keys=True)
+    return json.dumps(value) if isinstance(value, str) else json.dumps(plain(value), sort_keys=True)
 
 
 def type_of(value: Any) -> str:

@@ -99,18 +99,23 @@ class _Comparison:
         """Return whether no value has both facts; False if that is not certain."""
         self._resolve.step()
         if one.values is not None and other.values is not None:
+            self._resolve.step(min(len(one.values), len(other.values)) // 100)
             return one.values.keys().isdisjoint(other.values)
         return all(self._tells_apart(name, one, other, depth) for name in one.types & other.types)
 
-    def facts(self, schemas: Iterable[Any], depth: int = 0) -> _Facts:
-        """Return what is known about values that match all of these schemas."""
+    def facts(self, schemas: Sequence[Any], depth: int = 0) -> _Facts:
+        """Return what is known about values that match all of these schemas; not to be changed."""
+        return self._resolve.once(schemas, depth, lambda: self._facts(schemas, depth))
+
+    def _facts(self, schemas: Sequence[Any], depth: int) -> _Facts:
         facts = _Facts()
         for schema in schemas:
             if schema is False:
                 facts.types, facts.values = frozenset(), {}
             if isinstance(schema, dict) and depth <= _MAX_DEPTH:
-                self._resolve.step()
+                self._resolve.step(1 + len(schema) // 10)
                 self._learn(facts, normalized(schema), depth)
+                self._resolve.step((len(facts.values or ()) + len(facts.required) + len(facts.objects)) // 10)
         if facts.values is not None:
             facts.values = {text: each for text, each in facts.values.items() if type_of(each) in facts.types}
             facts.types &= frozenset(map(type_of, facts.values.values()))
@@ -132,6 +137,7 @@ class _Comparison:
                     for at in range(both)
                 )
             case "object":
+                self._resolve.step((len(one.required) + len(other.required)) // 10)
                 return any(
                     self.are_disjoint(self._property(one, key, depth), self._property(other, key, depth), depth + 1)
                     for key in sorted(one.required | other.required)
@@ -141,6 +147,7 @@ class _Comparison:
     def _property(self, facts: _Facts, name: str, depth: int) -> _Facts:
         """Return what is known about a property."""
         found: list[Any] = []
+        self._resolve.step(len(facts.objects) // 10)
         for each in facts.objects:
             properties = each.get("properties")
             if isinstance(properties, dict) and name in properties:
@@ -152,6 +159,7 @@ class _Comparison:
     def _item(self, facts: _Facts, at: int, depth: int) -> _Facts:
         """Return what is known about the item at this place."""
         found: list[Any] = []
+        self._resolve.step(len(facts.arrays) // 10)
         for each in facts.arrays:
             first = each.get("prefixItems")
             first = first if isinstance(first, list) else []
@@ -162,6 +170,10 @@ class _Comparison:
         for keyword, learn in _LEARN.items():
             if keyword in schema:
                 learn(facts, schema[keyword])
+        if isinstance(values := schema.get("enum"), list):
+            _among(facts, self._resolve.once([values], "enum", lambda: self._by_text(values)))
+        if "const" in schema:
+            _among(facts, self._by_text([schema["const"]]))
         if schema.keys() & {"properties", "additionalProperties"}:
             facts.objects.append(schema)
         if schema.keys() & {"prefixItems", "items"}:
@@ -173,6 +185,13 @@ class _Comparison:
         for keyword in ("anyOf", "oneOf"):
             if isinstance(schema.get(keyword), list):
                 _merge(facts, _hull([self.facts([each], depth + 1) for each in schema[keyword]]))
+
+    def _by_text(self, values: list[Any]) -> dict[str, Any]:
+        """Return values by their canonical text."""
+        self._resolve.step(len(values) // 4)
+        found = {canonical(each): each for each in values}
+        self._resolve.step(sum(map(len, found)) // 100)
+        return found
 
 
 def _are_distinct(sets: Iterable[dict[str, Any] | None]) -> bool:
@@ -224,11 +243,6 @@ def _learn_type(facts: _Facts, value: Any) -> None:
         facts.types &= frozenset[str]().union(*(_ATOMS[name] for name in names))
 
 
-def _learn_enum(facts: _Facts, value: Any) -> None:
-    if isinstance(value, list):
-        _among(facts, {canonical(each): each for each in value})
-
-
 def _learn_required(facts: _Facts, value: Any) -> None:
     if isinstance(value, list):
         facts.required |= {each for each in value if isinstance(each, str)}
@@ -246,8 +260,6 @@ def _learn_bound(name: str, *, is_upper: bool, is_exclusive: bool = False) -> Ca
 
 _LEARN: dict[str, Callable[[_Facts, Any], None]] = {
     "type": _learn_type,
-    "const": lambda facts, value: _learn_enum(facts, [value]),
-    "enum": _learn_enum,
     "required": _learn_required,
     "minimum": _learn_bound("number", is_upper=False),
     "maximum": _learn_bound("number", is_upper=True),

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.server.text.patterns import Generated
 from quire.server.text.schemas.common import (
     TYPES,
     Resolve,
@@ -48,6 +49,7 @@ def negated(schema: Any, resolve: Resolve, depth: int = 0) -> list[Any]:
         raise ValueError("negates a reference that refers to itself")
     schema = normalized(mapping(schema))
     found: list[Any] = []
+    resolve.step(len(schema) // 10)
     for keyword, value in schema.items():
         if keyword in _UNKNOWN:
             raise ValueError(f"excludes {keyword}, for whose opposite there is no grammar")
@@ -68,7 +70,10 @@ def _type(schema: Schema, resolve: Resolve) -> list[Any]:
 
 def _values(schema: Schema, resolve: Resolve) -> list[Any]:
     """Return what has none of the values of `const` or `enum`, whichever is there."""
-    values = {canonical(each): each for each in listed(schema.get("enum", [schema.get("const")]))}
+    given = listed(schema.get("enum", [schema.get("const")]))
+    resolve.step(len(given))
+    values = {canonical(each): each for each in given}
+    resolve.step(sum(map(len, values)) // 25)
     by_type: dict[str, list[Any]] = {}
     for each in values.values():
         by_type.setdefault(type_of(each), []).append(each)
@@ -85,7 +90,7 @@ def _values(schema: Schema, resolve: Resolve) -> list[Any]:
         ]
         found.append({"type": "number", "exclusiveMinimum": numbers[-1]})
     if "string" in by_type:
-        found.append({"type": "string", "pattern": f"^{_other_than(by_type['string'])}$"})
+        found.append({"type": "string", "pattern": Generated(f"^{_other_than(by_type['string'])}$")})
     for name, spelled in (("array", _constant_array), ("object", _constant_object)):
         if name in by_type:
             found.append({"type": name, "allOf": [{"not": spelled(each)} for each in by_type[name]]})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.server.text import patterns
 from quire.server.text.schemas.common import (
     MAX_ALTERNATIVES,
     Resolve,
@@ -29,7 +30,8 @@ def with_finite_names(schema: Schema, resolve: Resolve) -> Schema:
     if names is None or schema.get("patternProperties"):
         return schema
     given, rest = mapping(schema.get("properties", {})), schema.get("additionalProperties", True)
-    properties = {name: each if name in names else False for name, each in given.items()}
+    allowed = {*names}
+    properties = {name: each if name in allowed else False for name, each in given.items()}
     properties |= {name: rest for name in names if name not in given}
     schema = {key: value for key, value in schema.items() if key not in ("properties", "propertyNames")}
     return {**schema, "properties": properties, "additionalProperties": False}
@@ -81,12 +83,14 @@ def _parts(names: Any, resolve: Resolve, depth: int = 0) -> list[Any]:
                 allowed = [each for each in ([value] if keyword == "const" else listed(value)) if isinstance(each, str)]
                 parts.append({"properties": dict.fromkeys(allowed, True), "additionalProperties": False})
             case "pattern":
+                patterns.rewritten(value, resolve.step)
                 parts.append({"patternProperties": {value: True}, "additionalProperties": False})
             case "minLength" | "maxLength" if keyword == "minLength" or "minLength" not in names:
                 least, most = count(names.get("minLength", 0)), names.get("maxLength")
                 pattern = rf"^[\s\S]{{{least},{'' if most is None else count(most)}}}$"
                 parts.append({"patternProperties": {pattern: True}, "additionalProperties": False})
             case "not" if isinstance(value, dict) and len(value) == 1 and "pattern" in value:
+                patterns.rewritten(value["pattern"], resolve.step)
                 parts.append({"patternProperties": {value["pattern"]: False}})
             case "not" if isinstance(value, dict) and len(value) == 1 and value.keys() <= {"const", "enum"}:
                 found = listed(value.get("enum", [value.get("const")]))
@@ -163,7 +167,8 @@ def _names(schema: Schema) -> tuple[list[str], list[str], bool]:
     """Return the required and the optional names of an object, and whether there are no others."""
     required = list(dict.fromkeys(strings(schema.get("required", []))))
     properties = mapping(schema.get("properties", {}))
-    optional = [name for name, each in properties.items() if name not in required and each is not False]
+    present = {*required}
+    optional = [name for name, each in properties.items() if name not in present and each is not False]
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if len(optional) > MAX_ALTERNATIVES:
         raise ValueError(f"has more than {MAX_ALTERNATIVES} optional properties to choose from")
@@ -171,4 +176,5 @@ def _names(schema: Schema) -> tuple[list[str], list[str], bool]:
 
 
 def _without(names: list[str], chosen: tuple[str, ...]) -> list[str]:
-    return [name for name in names if name not in chosen]
+    excluded = {*chosen}
+    return [name for name in names if name not in excluded]

@@ -29,6 +29,11 @@ class _Branch:
     matching: list[Any] = field(default_factory=list)
     """Schemas of `contains`: items that match them are evaluated."""
 
+    @property
+    def size_in_memory(self) -> int:
+        """The number of its parts."""
+        return len(self.conditions) + len(self.names) + len(self.patterns) + len(self.matching)
+
     def __add__(self, other: _Branch) -> _Branch:
         return _Branch(
             self.conditions + other.conditions,
@@ -100,9 +105,7 @@ def _branches(schema: Any, resolve: Resolve, depth: int) -> list[_Branch]:
     found = [own]
 
     def multiply(ways: Iterable[_Branch]) -> None:
-        ways = list(ways)
-        check_number(len(found) * len(ways))
-        found[:] = [one + other for one in found for other in ways]
+        found[:] = _product(found, list(ways), resolve)
 
     if "$ref" in schema:
         multiply(_branches(resolve(schema["$ref"]), resolve, depth + 1))
@@ -117,7 +120,7 @@ def _branches(schema: Any, resolve: Resolve, depth: int) -> list[_Branch]:
             way
             for size in range(1, most + 1)
             for chosen in itertools.combinations(ways, size)
-            for way in _all(list(chosen))
+            for way in _all(list(chosen), resolve)
         )
     if "oneOf" in schema:
         condition = _Branch([{"oneOf": schema["oneOf"]}] if overlaps(listed(schema["oneOf"]), {}, resolve) else [])
@@ -126,7 +129,7 @@ def _branches(schema: Any, resolve: Resolve, depth: int) -> list[_Branch]:
         then, otherwise = schema.get("then", True), schema.get("else", True)
         multiply(
             [
-                *_all([_branches(schema["if"], resolve, depth + 1), _branches(then, resolve, depth + 1)]),
+                *_all([_branches(schema["if"], resolve, depth + 1), _branches(then, resolve, depth + 1)], resolve),
                 *(_Branch([{"not": schema["if"]}]) + way for way in _branches(otherwise, resolve, depth + 1)),
             ]
         )
@@ -141,10 +144,17 @@ def _branches(schema: Any, resolve: Resolve, depth: int) -> list[_Branch]:
     return found
 
 
-def _all(parts: list[list[_Branch]]) -> list[_Branch]:
+def _all(parts: list[list[_Branch]], resolve: Resolve) -> list[_Branch]:
     """Return the ways in which all of these match."""
     found = [_Branch()]
     for ways in parts:
-        check_number(len(found) * len(ways))
-        found = [one + other for one in found for other in ways]
+        found = _product(found, ways, resolve)
     return found
+
+
+def _product(found: list[_Branch], ways: list[_Branch], resolve: Resolve) -> list[_Branch]:
+    """Return the ways in which one of both matches."""
+    check_number(len(found) * len(ways))
+    size = len(ways) * sum(one.size_in_memory for one in found) + len(found) * sum(one.size_in_memory for one in ways)
+    resolve.step(size // 10)
+    return [one + other for one in found for other in ways]

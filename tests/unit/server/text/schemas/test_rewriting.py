@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -149,7 +150,8 @@ LOSSY: list[tuple[Schema, list[Any]]] = [
 
 @pytest.mark.parametrize(("schema", "lost"), [*((schema, []) for schema in SAME), *LOSSY])
 def test_the_same_values_match(schema: Schema, lost: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "rewritten", str)  # the validator reads patterns as Python's
+    # The validator reads patterns as Python's.
+    monkeypatch.setattr(patterns, "rewritten", lambda pattern, step: pattern)
     before, after = validator_for(schema)(schema), Draft202012Validator(checked_schema(schema))
     matching = [value for value in VALUES if before.is_valid(value) and value not in lost]
     assert [value for value in VALUES if after.is_valid(value)] == matching
@@ -184,10 +186,10 @@ def test_the_same_values_match(schema: Schema, lost: list[Any], monkeypatch: pyt
         ({"dependentRequired": {"a": 5}}, "dependentRequired", "list of strings"),
         ({"$id": "urn:root", "components": {"x": {"type": "integer"}},
           "properties": {"a": {"$id": "urn:inner", "components": {"x": {"type": "string"}}, "$ref": "#/components/x"}}},
-         "$ref (at /properties/a)", "point into"),
+         "$ref (at /properties/a)", "points into"),
         ({"$ref": "#/properties/a/components/x", "components": {"y": {}},
           "properties": {"a": {"$id": "urn:inner", "components": {"y": False, "x": {"$ref": "#/components/y"}}}}},
-         "$ref", "point into"),
+         "$ref", "points into"),
         ({"$dynamicRef": "#a", "$defs": {at: {"$id": at, "$dynamicAnchor": "a"} for at in "xy"}}, "$dynamicRef", "not"),
     ],
 )  # fmt: skip
@@ -209,6 +211,20 @@ def test_what_is_left_out_is_named() -> None:
     )
 
 
+def test_patterns_of_names_are_left_out_with_a_warning() -> None:
+    dropped: list[str] = []
+    schema = {
+        "patternProperties": {"(?=a)b": {}, "^c$": {}},
+        "properties": {"d": {"propertyNames": {"pattern": "\\b"}}},
+    }
+    checked = checked_schema(schema, dropped)
+    assert (checked["patternProperties"], checked["properties"]) == ({"^c$": {}}, {"d": {}})
+    assert [each.partition(")")[0] for each in dropped] == [
+        "the schema's patternProperties (at /",
+        "the schema's propertyNames (at /properties/d",
+    ]
+
+
 def test_a_schema_does_not_explode() -> None:
     deep: Any = {"type": "string"}
     for at in range(6):
@@ -216,3 +232,48 @@ def test_a_schema_does_not_explode() -> None:
     with pytest.raises(ValueError, match="too many alternatives"):
         checked_schema(deep)
     assert json_schema.MAX_ADDED_SCHEMAS < 10_000
+
+
+_LONG = "." * patterns.MAX_LENGTH
+_CASES = [{"if": _kind(str(at)), "then": {"maxProperties": 9}} for at in range(250)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"items": {"pattern": "(?i)[" + "!-\uffff" * 1000 + "]"}}, None),
+        ({"pattern": f"{_LONG}."}, "pattern (at /)"),
+        ({"oneOf": [{"properties": {"a": {"$ref": "#/$defs/e"}}, "required": ["a"]}] * 20,
+          "$defs": {"e": {"enum": [f"value {at}" for at in range(5000)]}}}, "oneOf (at /)"),
+        ({"oneOf": [{"properties": {"a": {"enum": [*range(at, 90_000, 90)]}}, "required": ["a"]} for at in range(16)]},
+         "not (at /oneOf/"),
+        ({"unevaluatedProperties": False,
+          "anyOf": [*({"required": [str(at)]} for at in range(7)),
+                    {"required": ["h"], "properties": {"x": {"pattern": _LONG}}}]}, "pattern (at /anyOf/"),
+        ({"type": "object", "allOf": [{**_CASES[0], "else": {"enum": [*range(10_000)]}}, *_CASES[1:]]}, "allOf (at /)"),
+        ({"prefixItems": [{"enum": [*range(250)]}], "items": {"enum": [*range(9000)]}, "uniqueItems": True},
+         "uniqueItems (at /)"),
+        ({"unevaluatedProperties": False, "anyOf": [{"properties": {f"{n}{at}": {} for at in range(900)}}
+                                                    for n in range(8)]}, "unevaluatedProperties (at /)"),
+    ],
+    ids=["case", "pattern", "same", "constants", "unevaluated", "else", "items", "names"],
+)  # fmt: skip
+def test_work_is_limited(schema: Schema, keyword: str | None) -> None:
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    patterns.rewritten("(?i)a")  # reads the table of cases, once
+    profile, problem = sys.getprofile(), None
+    sys.setprofile(count)
+    try:
+        checked_schema(schema)
+    except ValueError as error:
+        problem = str(error)
+    finally:
+        sys.setprofile(profile)
+    assert (problem is None) == (keyword is None), problem
+    assert keyword is None or f"the schema's {keyword}" in (problem or "")
+    assert calls < 700_000
