@@ -45,6 +45,8 @@ options. Keywords that are neither enforced nor rewritten constrain nothing.
 """
 _MAX_PATH = 200
 """Characters of a path in an error."""
+_MAX_NAME = 64
+"""Characters of a definition's name in a checked schema, without its number."""
 MAX_ADDED_SCHEMAS = 4096
 """Schemas that rewriting may add to those of a schema, which takes some tens of milliseconds."""
 _REJECTED_FORMATS = {
@@ -264,7 +266,7 @@ class _SchemaWalk:
             except ValueError as error:
                 raise self._error("$ref", path, str(error)) from None
             if (name := self._by_target.get(id(target))) is None:
-                name = self._new_name(re.sub(r"\W", "_", reference.rpartition("/")[2]) or "_")
+                name = self._new_name(re.sub(r"\W", "_", reference.rpartition("/")[2][:_MAX_NAME]) or "_")
                 self._by_target[id(target)] = name
                 self._targets[name] = True  # keeps the order
                 self._pending.append((name, target, reference[1:]))

@@ -289,7 +289,7 @@ class _Rewriter:
         cases, ordered = _cases()
         joined = _joined(found.ranges)
         places = [(bisect_left(ordered, first), bisect_right(ordered, last)) for first, last in joined]
-        self._step(sum(end - start for start, end in places) // 10)
+        self._step(sum(end - start for start, end in places) // 3)
         cased = [code for start, end in places for code in ordered[start:end]]
         return _Set((*found.ranges, *((other, other) for code in cased for other in cases[code])), found.properties)
 

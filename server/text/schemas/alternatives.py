@@ -87,7 +87,7 @@ def dependent_required(schema: Schema, resolve: Resolve) -> list[Any]:
     """Without the property, or with all that it requires."""
     required = {*strings(schema.get("required", []))}
     return [
-        _depending(schema, name, {"required": needed})
+        _depending(name, {"required": needed}, is_required=name in required)
         for name, each in mapping(schema["dependentRequired"]).items()
         if (needed := [other for other in strings(each) if other != name and other not in required])
     ]
@@ -97,11 +97,16 @@ def dependent_schemas(schema: Schema, resolve: Resolve) -> list[Any]:
     """Without the property, or with its schema."""
     needed = mapping(schema["dependentSchemas"])
     check_number(2 ** min(len(needed), MAX_ALTERNATIVES))
-    return [_depending(schema, name, each) for name, each in needed.items() if each is not True and each != {}]
+    required = {*strings(schema.get("required", []))}
+    return [
+        _depending(name, each, is_required=name in required)
+        for name, each in needed.items()
+        if each is not True and each != {}
+    ]
 
 
-def _depending(schema: Schema, name: str, needed: Any) -> Any:
-    if name in schema.get("required", ()):
+def _depending(name: str, needed: Any, *, is_required: bool) -> Any:
+    if is_required:
         return {"anyOf": [needed, {"type": ["null", "boolean", "number", "string", "array"]}]}
     return {
         "anyOf": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
@@ -15,6 +16,8 @@ _ONE = {
 _LISTS = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
 _MAPS = {"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"}
 
+_MAX_ID = 2048
+"""Characters of an `$id`."""
 _Place = tuple[str | int, ...]
 """The keys from the root to a schema."""
 
@@ -48,6 +51,7 @@ class _Index:
         self._anchors: dict[tuple[str, str], _Place] = {}
         self._dynamic: dict[tuple[str, str], _Place] = {}
         """Anchors of `$dynamicAnchor`; they are in `_anchors`, too."""
+        self._pointers: dict[_Place, str] = {}
         self._root = root
         self.has_names = False
         pending: list[tuple[_Place, Any, str]] = [((), root, "")]
@@ -58,10 +62,15 @@ class _Index:
             base = self._add(at, schema, base)
             pending += ((place, each, base) for place, each in subschemas(schema, at))
         self._root_uri = self._bases.get((), "")
+        self._dynamic_names = Counter(name for _, name in self._dynamic)
 
     def _add(self, at: _Place, schema: Schema, base: str) -> str:
         """Add a schema's names, and return its base URI."""
         if isinstance(name := schema.get("$id"), str):
+            if len(name) > _MAX_ID:
+                raise ValueError(
+                    f"the schema's $id ({name[:200]}…) has more than {_MAX_ID} characters; it cannot be enforced"
+                )
             uri, fragment = urldefrag(name if name.startswith("#") else urljoin(base, name))
             base = uri or base
             if fragment:
@@ -112,7 +121,9 @@ class _Index:
             if target is None:
                 continue
             del result[keyword]
-            pointer = "#" + "".join(f"/{_escaped(part)}" for part in target)
+            if target not in self._pointers:
+                self._pointers[target] = "#" + "".join(f"/{_escaped(part)}" for part in target)
+            pointer = self._pointers[target]
             if "$ref" in result:
                 result["allOf"] = [*result.get("allOf", ()), {"$ref": pointer}]
             else:
@@ -135,7 +146,7 @@ class _Index:
             return place
         if (self._root_uri, fragment) in self._dynamic:  # the outermost one counts
             return self._dynamic[self._root_uri, fragment]
-        return place if sum(name == fragment for _, name in self._dynamic) == 1 else None
+        return place if self._dynamic_names[fragment] == 1 else None
 
     def _at_pointer(self, start: _Place, pointer: str) -> _Place | None:
         """Return the place of the schema at a pointer, or None if there is nothing.
