@@ -21,6 +21,7 @@ from urllib.parse import unquote
 from quire.engine.scheduler.grammar import JSON_OPTIONS
 from quire.server.text import patterns
 from quire.server.text.schemas.common import Budget, Resolve, Shared
+from quire.server.text.schemas.formats import FORMATS, REJECTED_FORMATS
 from quire.server.text.schemas.references import subschemas, with_pointers
 from quire.server.text.schemas.rewriting import rewritten
 
@@ -49,31 +50,9 @@ _MAX_NAME = 64
 """Characters of a definition's name in a checked schema, without its number."""
 MAX_ADDED_SCHEMAS = 4096
 """Schemas that rewriting may add to those of a schema, which takes some tens of milliseconds."""
-_REJECTED_FORMATS = {
-    *("idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer"),
-    *("uri-reference", "uri-template"),
-}
 _LEAST = 1e-17
 """The least number above an exclusive bound of 0."""
 _AT_THE_ROOT = {"$schema", "$id", "id"}
-_COMMON_YEAR = (
-    r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_DATE = rf"(?:{_YEAR}-{_COMMON_YEAR}|{_LEAP_YEAR}-02-29)"
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-FORMATS: dict[str, dict[str, Any]] = {
-    "date": {"pattern": f"^{_DATE}$"},
-    "time": {"pattern": f"^{_TIME}$"},
-    "date-time": {"pattern": f"^{_DATE}T{_TIME}$"},
-    "hostname": {"format": "hostname", "maxLength": 253},
-    **{name: {"format": name} for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")},
-}
-"""RFC 3339's dates and times, without the forms that many parsers reject: year 0, leap seconds, lower-case t and z. The
-other formats are llguidance's own.
-"""
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """Characters that JSON can only represent as numeric escapes."""
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -207,7 +186,7 @@ class _SchemaWalk:
 
     def _check(self, schema: dict[str, Any], path: str) -> None:
         """Reject keywords that llguidance would enforce only partially."""
-        if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] in _REJECTED_FORMATS):
+        if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] in REJECTED_FORMATS):
             self._drop("format", path, f"must be one of {', '.join(FORMATS)}, not {schema['format']!r}")
         for keyword in (*_NUMBERS, "properties"):
             if keyword in schema:

@@ -25,6 +25,7 @@ from quire.server.text.schemas.common import (
     type_of,
     types_of,
 )
+from quire.server.text.schemas.formats import is_known
 from quire.server.text.schemas.normal import normalized
 
 _UNKNOWN = {
@@ -51,7 +52,7 @@ def negated(schema: Any, resolve: Resolve, depth: int = 0) -> list[Any]:
     found: list[Any] = []
     resolve.step(len(schema) // 10)
     for keyword, value in schema.items():
-        if keyword in _UNKNOWN:
+        if keyword in _UNKNOWN and (keyword != "format" or is_known(value)):
             raise ValueError(f"excludes {keyword}, for whose opposite there is no grammar")
         if keyword == "$ref":
             found += negated(resolve(value), resolve, depth + 1)

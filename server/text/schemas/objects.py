@@ -20,6 +20,8 @@ from quire.server.text.schemas.common import (
     strings,
     subsets,
 )
+from quire.server.text.schemas.formats import NAME_PATTERNS, is_known
+from quire.server.text.schemas.normal import normalized
 
 _ANNOTATIONS = {"$comment", "title", "description", "default", "examples"}
 
@@ -69,7 +71,8 @@ def _parts(names: Any, resolve: Resolve, depth: int = 0) -> list[Any]:
     if isinstance(names, bool):
         return [] if names else [{"maxProperties": 0}]
     parts: list[Any] = []
-    for keyword, value in mapping(names).items():
+    names = normalized(mapping(names))
+    for keyword, value in names.items():
         match keyword:
             case "$ref":
                 parts += _parts(resolve(value), resolve, depth + 1)
@@ -89,6 +92,10 @@ def _parts(names: Any, resolve: Resolve, depth: int = 0) -> list[Any]:
                 least, most = count(names.get("minLength", 0)), names.get("maxLength")
                 pattern = rf"^[\s\S]{{{least},{'' if most is None else count(most)}}}$"
                 parts.append({"patternProperties": {pattern: True}, "additionalProperties": False})
+            case "format" if isinstance(value, str) and value in NAME_PATTERNS:
+                parts.append({"patternProperties": {NAME_PATTERNS[value]: True}, "additionalProperties": False})
+            case "format" if not is_known(value):
+                pass
             case "not" if isinstance(value, dict) and len(value) == 1 and "pattern" in value:
                 patterns.rewritten(value["pattern"], resolve.step)
                 parts.append({"patternProperties": {value["pattern"]: False}})

@@ -60,6 +60,7 @@ SAME: list[Schema] = [
     {"not": {"anyOf": [{"type": "string", "minLength": 2}, {"type": "array", "minItems": 2}, {"required": ["a"]}]}},
     {"not": {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "type": "object"},
     {"not": {"required": ["a", "b"]}},
+    {"not": {"type": "integer", "format": "int32"}, "type": ["integer", "string"]},
     {"not": {"properties": {"a": {"type": "integer"}}}},
     {"not": {"additionalProperties": False, "properties": {"a": {}, "b": {}}}, "type": "object"},
     {"not": {"items": {"type": "integer"}}, "maxItems": 3},
@@ -96,6 +97,7 @@ SAME: list[Schema] = [
     {"propertyNames": _ENUM, "properties": {"a": {"type": "integer"}, "c": {}}, "maxProperties": 1},
     {"propertyNames": {"pattern": "^[ab]$"}, "additionalProperties": {"type": "integer"}},
     {"propertyNames": {"minLength": 2, "maxLength": 4}},
+    {"propertyNames": {"maxLength": 1.0, "format": "unknown"}},
     {"propertyNames": {"not": {"enum": ["a", "b"]}}},
     {"propertyNames": False},
     {"properties": {"a": {}, "b": {}, "c": {}}, "additionalProperties": False, "minProperties": 2},
@@ -212,6 +214,21 @@ def test_what_is_left_out_is_named() -> None:
     assert all(
         name in str(dropped) for name in ("not (at /properties/a)", "format (at /)", "$recursiveRef (at /items)")
     )
+
+
+@pytest.mark.parametrize(
+    ("format", "good", "bad"),
+    [
+        ("date", "2024-02-29", "2023-02-29"),
+        ("date-time", "2024-02-29T10:00:00Z", "2024-02-29"),
+        ("uuid", "00000000-0000-0000-0000-00000000000A", "00000000-0000-0000-0000-00000000000g"),
+    ],
+)
+def test_names_may_have_a_format(format: str, good: str, bad: str) -> None:
+    checked = checked_schema({"propertyNames": {"format": format}, "additionalProperties": {"type": "integer"}})
+    after = Draft202012Validator(checked)
+    assert after.is_valid({good: 1})
+    assert not any(after.is_valid(each) for each in ({bad: 1}, {good: "x"}))
 
 
 def test_patterns_of_names_are_left_out_with_a_warning() -> None:
