@@ -495,7 +495,8 @@ def _variables(tokenizer: Tokenizer, formats: ChatFormats) -> dict[str, Any]:
 
 def _checked(tools: Sequence[GrammarTool], dropped: list[str] | None) -> list[GrammarTool]:
     """Return tools whose schemas are as they are enforced, with all references to definitions."""
-    found, budget = [], Budget()
+    found: list[GrammarTool] = []
+    budget = Budget()
     for tool in tools:
         with about("tools", f"tools: {tool.name}"):
             found.append(replace(tool, parameters=checked_schema(tool.parameters, dropped, budget)))

@@ -290,7 +290,9 @@ def test_work_is_limited(schema: Schema, keyword: str | None) -> None:
         calls += 1
 
     patterns.rewritten("(?i)a")  # reads the table of cases, once
-    profile, problem, checked = sys.getprofile(), None, {}
+    problem: str | None = None
+    checked: Schema = {}
+    profile = sys.getprofile()
     sys.setprofile(count)
     try:
         checked = checked_schema(schema)
