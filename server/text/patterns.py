@@ -20,7 +20,7 @@ from typing import NamedTuple
 Ranges = Sequence[tuple[int, int]]
 """Code points, as ranges that include both ends."""
 
-MAX_LENGTH = 16 * 1024
+MAX_REGEX_LENGTH = 16 * 1024
 """Characters of a pattern."""
 MAX_GROUP_DEPTH = 100
 """Nested groups in a pattern."""
@@ -69,7 +69,7 @@ class _Set(NamedTuple):
 
 
 class Generated(str):
-    """A pattern that the rewriting of a schema has made, which may be longer than `MAX_LENGTH`."""
+    """A pattern that the rewriting of a schema has made, which may be longer than `MAX_REGEX_LENGTH`."""
 
     __slots__ = ()
 
@@ -78,8 +78,8 @@ def rewritten(pattern: str, step: Callable[[int], None] = lambda number: None) -
     """Return the regular expression for llguidance; raises ValueError that says what is not supported. `step` is told
     the number of steps of about 10 microseconds before they are done.
     """
-    if len(pattern) > MAX_LENGTH and not isinstance(pattern, Generated):
-        raise ValueError(f"has {len(pattern)} characters, more than {MAX_LENGTH}")
+    if len(pattern) > MAX_REGEX_LENGTH and not isinstance(pattern, Generated):
+        raise ValueError(f"has {len(pattern)} characters, more than {MAX_REGEX_LENGTH}")
     return _Rewriter(pattern, step).result()
 
 

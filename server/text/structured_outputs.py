@@ -24,14 +24,13 @@ from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.server.client.output_stream import EngineUnavailable
 from quire.server.client.request_record import RECORD
-from quire.server.text import patterns
 from quire.server.text.json_schema import MAX_SCHEMA_BYTES, check_schema_size, checked_schema, keywords, replaced
+from quire.server.text.patterns import MAX_REGEX_LENGTH
 from quire.server.text.sandbox import Sandbox, SandboxStopped
 from quire.server.text.schemas.common import Budget
 
 logger = logging.getLogger(__name__)
 
-MAX_REGEX_LENGTH = patterns.MAX_LENGTH
 MAX_CHOICES = 10_000
 COMPILE_SECONDS = 3.0
 """Processor time limit of compiling. The engine compiles again, in a thread that cannot be stopped."""

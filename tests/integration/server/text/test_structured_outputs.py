@@ -23,7 +23,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError
 from quire.server.client.request_record import RECORD, HttpRequestRecord
 from quire.server.llm import AsyncLLM
-from quire.server.text import json_schema, structured_outputs
+from quire.server.text import json_schema, patterns, structured_outputs
 from quire.server.text.structured_outputs import StructuredOutputCheck
 from tests.fakes.api_server import Server, run_server
 from tests.fakes.configs import TINY, engine_config
@@ -163,7 +163,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(checker: StructuredOutputChe
     [
         ({"regex": "(?=a)"}, "look-around"),
         ({"regex": "["}, "character class"),
-        ({"regex": "a" * (structured_outputs.MAX_REGEX_LENGTH + 1)}, "regex"),
+        ({"regex": "a" * (patterns.MAX_REGEX_LENGTH + 1)}, "regex"),
         ({"choice": []}, "choice"),
         ({"choice": ["a"] * (structured_outputs.MAX_CHOICES + 1)}, "choices"),
         ({"choice": ["\ud83d"]}, "surrogates"),
