@@ -44,7 +44,7 @@ def tame() -> Document:
             operation["parameters"] = [each for each in operation.get("parameters", ()) if each["in"] != "header"]
     message = shapes["ChatMessage"]
     message["required"].append("content")
-    message["properties"]["content"] = {"type": "string"}
+    message["properties"] |= {"content": {"type": "string"}, "role": {"enum": ["system", "user", "assistant"]}}
     return document
 
 
