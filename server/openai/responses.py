@@ -14,10 +14,10 @@ from fastapi import APIRouter, Query, Request, Response
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.errors import json_response
-from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.large_bodies import LARGE_BODY, BodyRoute
 from quire.server.http.response import EventStreamResponse, while_connected
 from quire.server.http.state import AppState, MayChooseReplica
-from quire.server.openai.responses_input import listed
+from quire.server.openai.responses_input import page_of_items
 from quire.server.openai.responses_output import ProcessedResponse, ResponseFormatter
 from quire.server.openai.responses_request import (
     InputTokensRequest,
@@ -59,12 +59,10 @@ async def cancel_response(response_id: str, state: AppState) -> Response:
     if (running := state.responses.running(response_id)) is not None:
         running.cancel()
         return json_response(running.object())
-    stored = msgspec.json.decode(stored_response(response_id, state, "response_id").response)
-    if stored["status"] != "cancelled":
-        raise InvalidParameter(
-            f"response {response_id} is {stored['status']}; there is nothing to cancel", "response_id"
-        )
-    return json_response(stored)
+    stored = stored_response(response_id, state, "response_id")
+    if stored.status != "cancelled":
+        raise InvalidParameter(f"response {response_id} is {stored.status}; there is nothing to cancel", "response_id")
+    return Response(stored.response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -81,6 +79,7 @@ async def delete_response(response_id: str, state: AppState) -> Response:
 @router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(
     response_id: str,
+    request: Request,
     state: AppState,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -89,18 +88,16 @@ async def list_input_items(
     """List the items that a stored response answers, those of earlier responses included; by default the newest first.
     `after`: the id of the last item of the page before.
     """
-    items = stored_response(response_id, state, "response_id").input_items()
-    if order == "desc":
-        items.reverse()
-    begin = 0
-    if after is not None:
-        begin = next((at for at, item in enumerate(items, 1) if item["id"] == after), 0)
-        if not begin:
-            raise InvalidParameter(f"after: response {response_id} has no input item {after}", "after")
-    page = [listed(item) for item in items[begin : begin + limit]]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-    has_more = len(items) > begin + limit
-    return json_response({"object": "list", "data": page, **ends, "has_more": has_more})
+    stored = stored_response(response_id, state, "response_id")
+    wanted = {"num_input": stored.num_input, "after": after, "limit": limit, "order": order}
+    if len(stored.items) <= LARGE_BODY:
+        page = await page_of_items(wanted, state.frontend.input_processor, stored.items)
+    else:
+        process = state.bodies.process_with_stored(page_of_items, msgspec.json.encode(wanted), stored.items)
+        page = await while_connected(request.receive, process)
+    if page is None:
+        raise InvalidParameter(f"after: response {response_id} has no input item {after}", "after")
+    return Response(page, media_type="application/json")
 
 
 @router.post("/v1/responses/input_tokens")

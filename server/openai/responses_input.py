@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import msgspec
+
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.errors import ResponseNotFound
 from quire.server.http.request_model import LABEL, ExtraField, MessagePart, variant
 from quire.server.openai.responses_tools import CalledTool, ResponseTools
 from quire.server.parsers.input_grammar import INPUT
 from quire.server.text.conversation import Message
+from quire.server.text.input_processor import InputProcessor
 
 Shortening = tuple[int, int | None]
 """The message from which on all remain, and one before it that remains."""
@@ -299,6 +302,32 @@ def listed(item: dict[str, Any]) -> dict[str, Any]:
     if is_answer:
         content = [_filled(part, annotations=[]) for part in content]
     return _filled(item, status="completed") | {"type": "message", "content": content}
+
+
+class _Identified(msgspec.Struct):
+    id: str
+
+
+async def page_of_items(wanted: Mapping[str, Any], _: InputProcessor, stored: bytes | None) -> bytes | None:
+    """Return a page of stored items as the API lists them, as JSON; None if there is no item `after`. Decodes only the
+    items of the page. Another process calls it for large items (`ProcessLarge`).
+
+    `wanted` has the number of items that may be listed (`num_input`), and the parameters of the request.
+    """
+    assert stored is not None
+    items = msgspec.json.decode(stored, type=list[msgspec.Raw])[: wanted["num_input"]]
+    if wanted["order"] == "desc":
+        items.reverse()
+    begin = 0
+    if (after := wanted["after"]) is not None:
+        read_id = msgspec.json.Decoder(_Identified)
+        begin = next((at for at, item in enumerate(items, 1) if read_id.decode(item).id == after), 0)
+        if not begin:
+            return None
+    end = begin + wanted["limit"]
+    page = [listed(msgspec.json.decode(item)) for item in items[begin:end]]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": len(items) > end})
 
 
 def _filled(given: dict[str, Any], **defaults: Any) -> dict[str, Any]:

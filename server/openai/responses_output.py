@@ -147,7 +147,7 @@ class ResponseFormatter:
             kept = [block for block in blocks if block.kind != "call" or _is_json_object(block.text)]
             output = b",".join(_encode(self._item(block, "completed")) for block in kept)
             items = items[:-1] + b"," * bool(kept and self._processed.num_items) + output + b"]"
-            stored = StoredResponse(_encode(self.object()), items, self._processed.num_items)
+            stored = StoredResponse(_encode(self.object()), items, self._processed.num_items, status)
             self._store.add(self.id, stored)
 
     def _usage(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.sampling_params import StructuredOutputs
+from quire.server.client.request_record import RECORD, HttpRequestRecord
 from quire.server.http.large_bodies import LARGE_BODY
 from quire.server.http.response_store import ResponseStore, StoredResponse
 from quire.server.openai.responses_request import ResponsesRequest
@@ -445,6 +446,37 @@ def test_the_store_is_bounded() -> None:
     assert not store.delete("one")
     store.add("other", kept(100))
     assert store.get("other") is not None
+
+
+def test_keys_share_the_store() -> None:
+    store = ResponseStore(max_responses=6, max_bytes=100)
+    record = HttpRequestRecord()
+
+    def add(key: str, *names: str, size: int = 5) -> None:
+        record.key = key
+        for name in names:
+            store.add(name, StoredResponse(b"x" * size, b""))
+
+    def held(key: str) -> list[str]:
+        record.key = key
+        return [name for name in "abcdefgh" if store.get(name) is not None]
+
+    token = RECORD.set(record)
+    try:
+        add("quiet", "a", "b", "c")
+        add("loud", *"abcdefgh")
+        assert (held("quiet"), held("loud")) == (["a", "b", "c"], ["f", "g", "h"])
+        add("third", "a")  # one of those that hold most loses
+        assert len(held("quiet") + held("loud")) == 5
+        add("loud", "a", "b", size=48)
+        assert (held("loud"), held("third")) == (["b"], ["a"])
+        assert held("quiet")[-2:] == ["b", "c"]
+        record.key = "third"
+        assert store.delete("a")
+        add("quiet", "d", size=100)  # there is room for it only without what others hold
+        assert (held("quiet"), held("loud")) == ([], ["b"])
+    finally:
+        RECORD.reset(token)
 
 
 async def test_logprobs_are_those_of_the_text(server: Server) -> None:

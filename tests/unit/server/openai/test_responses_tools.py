@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from openai.types.responses.response_item_list import ResponseItemList
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.large_bodies import LARGE_BODY
+from quire.server.openai import responses_input
 from quire.server.openai.responses_input import listed, referred_id, shortened, shortenings
 from quire.server.openai.responses_request import ResponsesRequest
 from tests.fakes import fake_core
@@ -310,6 +312,35 @@ async def test_input_items(server: Server) -> None:
     with pytest.raises(openai.NotFoundError):
         await client.responses.input_items.list("resp_x")
     assert (await server.http.get(f"/v1/responses/{second.id}/input_items", params={"limit": 0})).status_code == 400
+
+
+async def test_large_input_items_are_listed_elsewhere(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: Any = [{"role": "user", "content": f"{at}" + "x" * LARGE_BODY * (at == 0)} for at in range(3)]
+    made = await server.openai.responses.create(model="echo", input=said)
+    may_list, is_listing, list_item = threading.Event(), asyncio.Event(), responses_input.listed
+    loop = asyncio.get_running_loop()
+
+    def wait(item: dict[str, Any]) -> dict[str, Any]:
+        loop.call_soon_threadsafe(is_listing.set)
+        assert may_list.wait(timeout=10)
+        return list_item(item)
+
+    monkeypatch.setattr(responses_input, "listed", wait)
+    path = f"/v1/responses/{made.id}/input_items"
+    listing = asyncio.create_task(server.http.get(path, params={"limit": 2}))
+    await is_listing.wait()
+    assert (await server.http.get("/v1/models")).status_code == 200
+    assert not listing.done()
+    assert server.state.bodies.num_bytes > LARGE_BODY
+    may_list.set()
+    page = (await listing).json()
+    assert [item["content"][0]["text"] for item in page["data"]] == ["2", "1"]
+    assert page["has_more"]
+    last = (await server.http.get(path, params={"after": page["last_id"]})).json()
+    assert ([item["id"] for item in last["data"]], last["has_more"]) == ([last["first_id"]], False)
+    error = (await server.http.get(path, params={"after": "x"})).json()["error"]
+    assert (error["param"], "no input item x" in error["message"]) == ("after", True)
+    assert server.state.bodies.num_bytes == 0
 
 
 @pytest.mark.parametrize("is_large", [False, True])
