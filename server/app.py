@@ -66,6 +66,8 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
     if options is not None:
         state.drain_seconds = options.drain_seconds()
         state.has_request_times = options.enable_per_request_metrics
+        state.forces_usage = options.enable_force_include_usage
+        state.names_tokens_by_id = options.return_tokens_as_token_ids
         state.has_public_metrics = options.public_metrics
         if options.torch_profiler_dir is not None:
             state.torch_profiler_dir = os.path.abspath(options.torch_profiler_dir)

@@ -282,6 +282,13 @@ class MonitoringOptions:
     enable_per_request_metrics: bool = flag(
         False, "add `metrics`, the times of the request, to chat completions and completions of one choice"
     )
+    enable_force_include_usage: bool = flag(
+        False, "send the usage in every chunk of streams of chat completions and completions, whatever requests ask for"
+    )
+    return_tokens_as_token_ids: bool = flag(
+        False,
+        "represent tokens in log-probabilities as `token_id:123`, unless a request has `return_tokens_as_token_ids`",
+    )
     otlp_traces_endpoint: str | None = flag(
         None,
         "OpenTelemetry collector that gets traces of requests, such as http://localhost:4317; "

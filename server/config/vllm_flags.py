@@ -331,8 +331,6 @@ REFUSED: dict[str, str] = {
     "it is detected from the chat template; see --chat-template": (
         "--chat-template-content-format=auto,string --response-role=assistant"
     ),
-    "send return_tokens_as_token_ids in requests": "--return-tokens-as-token-ids",
-    'send stream_options {"include_usage": true} in requests': "--enable-force-include-usage",
     "send no tools in requests": "--exclude-tools-when-tool-choice-none",
     "log-probabilities are the model's, before sampling parameters": "--logprobs-mode=raw_logprobs",
     "use one of the built-in --tool-call-parser and --reasoning-parser": (

@@ -38,6 +38,10 @@ class ServedModel:
     """Whether metrics need no key."""
     has_request_times: bool = False
     """Whether responses have `metrics` (`--enable-per-request-metrics`)."""
+    forces_usage: bool = False
+    """Whether every chunk of a stream has the usage (`--enable-force-include-usage`)."""
+    names_tokens_by_id: bool = False
+    """Whether log-probabilities have token ids by default (`--return-tokens-as-token-ids`)."""
     torch_profiler_dir: str | None = None
     """The folder for traces; None: they are sent to the client."""
     drain_seconds: float = 0.0

@@ -266,11 +266,11 @@ async def chat_completions(body: ChatRequest, request: Request, state: AppState)
     chat: GenerationInput = await body.process(state.frontend)
     request_id = body.response_id("chatcmpl")
     generation = state.frontend.generate(request_id, chat)
-    formatter = _ChatFormatter(state.frontend.input_processor.tokenizer, body, chat)
+    formatter = _ChatFormatter(state.frontend.input_processor.tokenizer, body, chat, body.names_tokens_by_id(state))
     usage = Usage(chat.prompts, chat.params.n)
     response = GenerationResponse(request_id, model, formatter, usage, has_times=state.has_request_times)
     if body.stream:
-        return response.stream(generation, body.stream_usage)
+        return response.stream(generation, body.stream_usage(state))
     return await response.whole(generation, request)
 
 
@@ -281,11 +281,11 @@ class _ChatFormatter:
     chunk = "chat.completion.chunk"
     null_usage = b',"usage":null'
 
-    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, given: GenerationInput) -> None:
+    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, given: GenerationInput, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._top = given.params.logprobs
         self._echo = given.echo
-        self._name = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._name = TokenNames(tokenizer, as_ids=as_ids)
         self._prompt = given.prompts[0]
         self._prompt_top = given.params.prompt_logprobs
         self.returns_token_ids = bool(body.return_token_ids)

@@ -121,13 +121,13 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
     tokenizer, prompts = state.frontend.input_processor.tokenizer, completion.prompts
     request_id = body.response_id("cmpl")
     generation = state.frontend.generate(request_id, completion)
-    formatter = _CompletionFormatter(tokenizer, body, prompts, echoes)
+    formatter = _CompletionFormatter(tokenizer, body, prompts, echoes, body.names_tokens_by_id(state))
     usage = Usage(prompts, completion.params.n)
     response = GenerationResponse(
         request_id, model, formatter, usage, formatter.best, has_times=state.has_request_times
     )
     if body.stream:
-        return response.stream(generation, body.stream_usage)
+        return response.stream(generation, body.stream_usage(state))
     return await response.whole(generation, request)
 
 
@@ -180,13 +180,14 @@ class _CompletionFormatter:
         body: CompletionRequest,
         prompts: Sequence[list[int]],
         echoes: Sequence[_Echo] | None,
+        as_ids: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._body = body
         self._prompts = prompts
         self._echoes = echoes
         self._n = body.shown
-        self._name = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids), prefix="bytes:")
+        self._name = TokenNames(tokenizer, as_ids=as_ids, prefix="bytes:")
         self._spelled: dict[int, tuple[int, Detokenizer]] = {}
         """For each choice, the number of characters so far, and the detokenizer that continues them."""
         self.returns_token_ids = bool(body.return_token_ids)

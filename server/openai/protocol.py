@@ -13,6 +13,7 @@ from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, Sampl
 from quire.server.http.request_body import RequestBody, sampling_params
 from quire.server.http.request_model import LABEL, ExtraField, Int64, RequestModel, TokenId, hint, rejected
 from quire.server.http.response import StreamUsage
+from quire.server.http.state import ServedModel
 from quire.server.text.conversation import ParamNames
 from quire.server.text.inputs import RequestOptions, Task, TruncationSide
 
@@ -236,7 +237,9 @@ class GenerationRequest(RequestBody):
     return_token_ids: bool | None = None
     """vLLM extension: return the token ids of prompt and output."""
     return_tokens_as_token_ids: bool | None = None
-    """vLLM extension: in log-probabilities, represent tokens as `token_id:123`."""
+    """vLLM extension: in log-probabilities, represent tokens as `token_id:123`. Default: that of the server
+    (`--return-tokens-as-token-ids`).
+    """
 
     def check_fields(self, param: str = "") -> set[str]:
         """See `RequestModel`. Also checks combinations of fields."""
@@ -258,9 +261,15 @@ class GenerationRequest(RequestBody):
             )
         return ignored
 
-    @property
-    def stream_usage(self) -> StreamUsage:
+    def names_tokens_by_id(self, state: ServedModel) -> bool:
+        """Whether log-probabilities have token ids."""
+        given = self.return_tokens_as_token_ids
+        return state.names_tokens_by_id if given is None else given
+
+    def stream_usage(self, state: ServedModel) -> StreamUsage:
         """The events of the stream that have the usage."""
+        if state.forces_usage:
+            return "continuous"
         if self.stream_options is None or not self.stream_options.include_usage:
             return "none"
         return "continuous" if self.stream_options.continuous_usage_stats else "final"

@@ -61,6 +61,7 @@ class ResponseFormatter:
         self._store = state.responses
         self._prompt_tokens = len(chat.prompts[0])
         self._tokenizer = state.frontend.input_processor.tokenizer
+        self._name = TokenNames(self._tokenizer, as_ids=state.names_tokens_by_id)
         self._top = chat.params.logprobs or 0
         self._blocks = ContentBlocks()
         self._status: _Status = "in_progress"
@@ -234,8 +235,7 @@ class ResponseFormatter:
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": scores}
 
     def _scores(self, scored: Sequence[ScoredToken]) -> list[Any]:
-        name = TokenNames(self._tokenizer, as_ids=False)
-        return [token_logprobs(self._tokenizer, name, *each, self._top) for each in scored]
+        return [token_logprobs(self._tokenizer, self._name, *each, self._top) for each in scored]
 
     def _sse(self, name: str, fields: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1

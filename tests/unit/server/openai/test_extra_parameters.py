@@ -217,10 +217,27 @@ async def test_tokens_have_names_of_their_own(server: Server) -> None:
     assert [0xF0] in [entry["bytes"] for entry in content["content"]]
 
 
-async def test_usage_in_every_chunk(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+async def test_the_server_may_name_tokens_by_their_ids(
+    config: EngineConfig, core_mode: Callable[[str], None]
+) -> None:
+    chat: dict[str, Any] = {"messages": USER, "logprobs": True, "top_logprobs": 1, "max_tokens": 1}
+    async with run_server(config, return_tokens_as_token_ids=True) as server:
+        for asked, is_id in ((None, True), (True, True), (False, False)):
+            body = chat if asked is None else {**chat, "return_tokens_as_token_ids": asked}
+            (token,) = (await post(server, "chat/completions", **body))["choices"][0]["logprobs"]["content"]
+            assert token["token"].startswith("token_id:") == is_id
+        (choice,) = (await post(server, "completions", prompt="a", logprobs=1, max_tokens=1))["choices"]
+        assert choice["logprobs"]["tokens"][0].startswith("token_id:")
+        made = await post(server, "responses", input="a", top_logprobs=1, max_output_tokens=1)
+        assert made["output"][-1]["content"][0]["logprobs"][0]["token"].startswith("token_id:")
+
+
+@pytest.mark.parametrize("by_server", [False, True])
+async def test_usage_in_every_chunk(config: EngineConfig, core_mode: Callable[[str], None], by_server: bool) -> None:
     core_mode("slow")  # or outputs may merge
-    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    async with run_server(config) as server:
+    asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    options = {} if by_server else asked
+    async with run_server(config, enable_force_include_usage=by_server) as server:
         for route, body in (("completions", {"prompt": "hello world"}), ("chat/completions", {"messages": USER})):
             *chunks, last = await streamed(server, route, **body, **options, n=2)
             counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -229,7 +246,8 @@ async def test_usage_in_every_chunk(config: EngineConfig, core_mode: Callable[[s
             assert not last["choices"]
             assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
         quiet = {"stream_options": {"continuous_usage_stats": True}}
-        assert not any("usage" in chunk for chunk in await streamed(server, "completions", prompt="x", **quiet))
+        answers = await streamed(server, "completions", prompt="x", **quiet)
+        assert {"usage" in chunk for chunk in answers} == {by_server}
 
 
 async def test_choices_say_what_stopped_them(server: Server) -> None:
