@@ -282,15 +282,15 @@ class _CompletionFormatter:
         return len(echo.text) if echo else 0, Detokenizer(self._tokenizer, self._prompts[index // self._n], skip)
 
     def _top(self, token: str, at: TokenLogprobs) -> dict[str, float]:
-        """The most likely tokens, or `logprob_token_ids`, and the sampled token if it is not one of them. Of tokens
-        with the same text, the first one counts: the more likely.
+        """The sampled token, which comes first in vLLM, and the most likely ones, or `logprob_token_ids`. Of tokens
+        with the same text, the more likely one counts.
         """
         is_whole = self._body.logprobs == -1 or self._body.logprob_token_ids is not None
         count = None if is_whole else self._body.logprobs
-        top: dict[str, float] = {}
+        top = {token: max(at.logprob, MIN_LOGPROB)}
         for token_id, logprob in zip(at.top_ids[:count], at.top_logprobs, strict=False):
-            top.setdefault(self._name(token_id), max(logprob, MIN_LOGPROB))
-        top.setdefault(token, max(at.logprob, MIN_LOGPROB))
+            name = self._name(token_id)
+            top[name] = max(logprob, top.get(name, MIN_LOGPROB))
         return top
 
 

@@ -90,7 +90,7 @@ class StructuredOutputsFormat(RequestModel):
         return StructuredOutputs(**self.model_dump(by_alias=True, include={*type(self).model_fields}))
 
 
-_OF_OLLAMA: Mapping[str, ExtraField] = {
+OF_OLLAMA: Mapping[str, ExtraField] = {
     **dict.fromkeys(("f16_kv", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx"), hint()),
     **dict.fromkeys(("num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only"), hint()),
     "repeat_last_n": hint(-1),
@@ -99,12 +99,13 @@ _OF_OLLAMA: Mapping[str, ExtraField] = {
     "tfs_z": rejected(1),
     "typical_p": rejected(1),
 }
+"""Parameters of Ollama that have no effect here, or an effect that is not supported. Open WebUI sends them."""
 
 
 class OllamaOptions(RequestModel):
     """Options of Ollama. Parameters that have an effect here are fields of the body instead."""
 
-    extra_fields: ClassVar[Mapping[str, ExtraField]] = {**_OF_OLLAMA, "repeat_last_n": rejected(-1)}
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {**OF_OLLAMA, "repeat_last_n": rejected(-1)}
 
 
 class GenerationRequest(RequestBody):
@@ -155,7 +156,7 @@ class GenerationRequest(RequestBody):
         "chat_id": hint(),
         "session_id": hint(),
         # Ollama's, which are Open WebUI's advanced parameters
-        **_OF_OLLAMA,
+        **OF_OLLAMA,
         "keep_alive": hint(),
         "think": hint(),
     }
@@ -209,6 +210,8 @@ class GenerationRequest(RequestBody):
     """SGLang's name of `structured_outputs.regex`."""
     ebnf: str | None = None
     """SGLang's name of `structured_outputs.grammar`."""
+    format: str | dict[str, Any] | None = None
+    """Ollama's name of `response_format`: `json`, or a JSON schema, also as text."""
     options: OllamaOptions | None = None
     skip_special_tokens: bool | None = None
     """vLLM extension: omit special tokens from the text. Default: true."""
@@ -289,12 +292,13 @@ class GenerationRequest(RequestBody):
                 not_ids.append(token)
         if not_ids:
             raise InvalidParameter(f"logit_bias: the keys must be token ids, not {', '.join(not_ids)}", "logit_bias")
-        own, format = self.structured_outputs, self.response_format
+        own, standard = self.structured_outputs, self.response_format
         outputs = {
             "structured_outputs": None if own is None else own.structured(),
-            "response_format": None if format is None else format.structured(),
+            "response_format": None if standard is None else standard.structured(),
             "regex": None if self.regex is None else StructuredOutputs(regex=self.regex),
             "ebnf": None if self.ebnf is None else StructuredOutputs(grammar=self.ebnf),
+            "format": self._ollama_format(),
         }
         found = [name for name, each in outputs.items() if each is not None]
         if len(found) > 1:
@@ -304,10 +308,15 @@ class GenerationRequest(RequestBody):
             given["repetition_penalty"] = self.repeat_penalty
         return sampling_params(self, defaults, logit_bias=biases, structured_outputs=structured, **given)
 
+    def _ollama_format(self) -> StructuredOutputs | None:
+        if self.format in (None, ""):
+            return None
+        return StructuredOutputs(json_object=True) if self.format == "json" else StructuredOutputs(json=self.format)
+
     def request_options(self, *, logprobs: str = "logprobs") -> RequestOptions:
         """The options besides the prompt and the sampling parameters; `logprobs` is the API's name of that."""
-        own = ("structured_outputs", "regex", "ebnf")
-        structured = next((name for name in own if getattr(self, name) is not None), "response_format")
+        own = ("structured_outputs", "regex", "ebnf", "format")
+        structured = next((name for name in own if getattr(self, name) not in (None, "")), "response_format")
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
         return RequestOptions(
             truncate_prompt_tokens=self.truncate_prompt_tokens,

@@ -30,6 +30,7 @@ from quire.server.http.request_model import (
 )
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import ServedModel
+from quire.server.openai.protocol import OF_OLLAMA
 from quire.server.openai.responses_input import (
     InputTurns,
     is_message,
@@ -248,6 +249,8 @@ class ResponsesRequest(InputTokensRequest):
     needs: ClassVar[Task | None] = "generate"
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention", *_ECHOED), LABEL),
+        **OF_OLLAMA,
+        "keep_alive": hint(),
         "client_metadata": hint(),
         "service_tier": hint("auto", "default"),
         "stream_options": hint({}, {"include_obfuscation": False}, {"include_obfuscation": True}),

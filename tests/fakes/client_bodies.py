@@ -152,28 +152,61 @@ LITELLM: dict[str, Any] = {
     "metadata": {"tags": "t"},
 }
 
-OPEN_WEBUI: dict[str, Any] = {
-    "model": "echo",
+OPEN_WEBUI: dict[str, Any] = {  # 0.12.4, with its tools; every advanced parameter is set, and is what it is at first
     "stream": True,
+    "model": "echo",
     "messages": [
-        {"id": "m1", "role": "user", "content": "hi", "timestamp": 1},
-        {"id": "m2", "role": "assistant", "content": "hello", "done": True, "reasoning_details": [{"text": "x"}]},
-        {"id": "m3", "role": "user", "content": "more", "files": None},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "get_current_timestamp", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "1795923872"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "more"},
     ],
-    "chat_id": "c",
-    "session_id": "s",
-    "options": {"num_ctx": 4096},
-    "keep_alive": "5m",
-    "repeat_penalty": 1.1,
-    "repeat_last_n": -1,
+    "stream_options": {"include_usage": True},
+    "seed": 0,
+    "temperature": 0.8,
+    "reasoning_effort": "medium",
+    "logit_bias": {"5": 1, "41": -100},
+    "max_tokens": 128,
+    "top_k": 40,
+    "top_p": 0.9,
+    "min_p": 0,
+    "frequency_penalty": 1.1,
+    "presence_penalty": 0,
     "mirostat": 0,
     "mirostat_eta": 0.1,
-    "tfs_z": 1.0,
-    "num_predict": 128.0,
+    "mirostat_tau": 5,
+    "repeat_last_n": -1,  # at first 64, which is rejected beside repeat_penalty
+    "tfs_z": 1,
+    "repeat_penalty": 1.1,
+    "num_keep": 24,
+    "num_ctx": 2048,
+    "num_batch": 512,
+    "num_thread": 2,
+    "num_gpu": 0,
+    "use_mmap": True,
+    "use_mlock": True,
+    "keep_alive": "5m",
     "think": True,
-    "top_k": 40.0,
-    "max_tokens": None,
-    "logit_bias": None,
+    "format": "json",
+    "stop": ["\\n\\n"],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "get_current_timestamp",
+                "description": "Get the current Unix timestamp in seconds.",
+                "parameters": {"properties": {}, "type": "object"},
+            },
+        }
+    ],
 }
 
 OPENAI_AGENTS: dict[str, Any] = {

@@ -118,6 +118,7 @@ async def test_echo_with_logprobs_scores_the_prompt(server: Server, text: str, m
         assert set(logprobs["token_logprobs"][len(ids) :]) <= {-0.5}
         assert logprobs["top_logprobs"][0] is None
         assert [set(top.values()) for top in logprobs["top_logprobs"][1 : len(ids)]] == [{-0.5, -1.0}] * (len(ids) - 1)
+        assert [next(iter(top)) for top in logprobs["top_logprobs"][1:]] == logprobs["tokens"][1:]
         assert len({len(column) for column in logprobs.values()}) == 1
         offsets = logprobs["text_offset"]
         assert offsets == sorted(offsets)
@@ -217,9 +218,7 @@ async def test_tokens_have_names_of_their_own(server: Server) -> None:
     assert [0xF0] in [entry["bytes"] for entry in content["content"]]
 
 
-async def test_the_server_may_name_tokens_by_their_ids(
-    config: EngineConfig, core_mode: Callable[[str], None]
-) -> None:
+async def test_the_server_may_name_tokens_by_their_ids(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     chat: dict[str, Any] = {"messages": USER, "logprobs": True, "top_logprobs": 1, "max_tokens": 1}
     async with run_server(config, return_tokens_as_token_ids=True) as server:
         for asked, is_id in ((None, True), (True, True), (False, False)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -87,6 +88,10 @@ def test_think(think: Any, thinking: bool | None, effort: str | None) -> None:
     [
         ({"regex": "a+"}, StructuredOutputs(regex="a+")),
         ({"ebnf": 'root ::= "a"'}, StructuredOutputs(grammar='root ::= "a"')),
+        ({"format": "json"}, StructuredOutputs(json_object=True)),
+        ({"format": SCHEMA}, StructuredOutputs(json=SCHEMA)),
+        ({"format": json.dumps(SCHEMA)}, StructuredOutputs(json=json.dumps(SCHEMA))),
+        ({"format": "", "regex": "a"}, StructuredOutputs(regex="a")),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
         ({"response_format": FORMAT}, StructuredOutputs(json=SCHEMA)),
@@ -96,7 +101,7 @@ def test_think(think: Any, thinking: bool | None, effort: str | None) -> None:
 )
 def test_structured_outputs(fields: dict[str, Any], expected: StructuredOutputs) -> None:
     assert params(**fields).structured_outputs == expected
-    (name,) = {*fields} - {"response_format"} or fields
+    (name,) = {name for name, value in fields.items() if value} - {"response_format"} or fields
     assert chat(**fields).request_options().param_names.structured_outputs == name
 
 
@@ -105,6 +110,7 @@ def test_structured_outputs(fields: dict[str, Any], expected: StructuredOutputs)
     [
         ({"regex": "a", "ebnf": 'root ::= "a"'}, "regex"),
         ({"regex": "a", "response_format": FORMAT}, "response_format"),
+        ({"format": "json", "response_format": FORMAT}, "response_format"),
         ({"regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"response_format": FORMAT | {"schema": SCHEMA}}, "response_format"),
         ({"response_format": FORMAT | {"type": "json_object"}}, "response_format"),

@@ -69,8 +69,8 @@ IGNORED: dict[str, set[str]] = {
         "tools[].function.cache_control",
     },
     "Open WebUI": {
-        *("chat_id", "keep_alive", "messages[].done", "messages[].id", "messages[].reasoning_details"),
-        *("messages[].timestamp", "mirostat_eta", "options.num_ctx", "session_id"),
+        *("keep_alive", "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread"),
+        *("reasoning_effort", "use_mlock", "use_mmap"),
     },
     "OpenAI Agents": {
         *("messages[].extra_content", "messages[].parsed", "prompt_cache_retention"),
