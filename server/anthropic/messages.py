@@ -157,11 +157,12 @@ class CountTokensRequest(RequestBody):
     def chat_input(self, ignored: set[str]) -> ChatInput:
         """The conversation; adds the fields that are ignored. Raises `InvalidParameter`."""
         given = Toolset(self.tools or (), self.tool_choice)
-        turns = MessageTurns(ignored, given.deferred)
+        turns = MessageTurns(ignored, given)
         if self.system is not None:
             turns.add_system(self.system)
+        last_user = max((at for at, turn in enumerate(self.messages) if turn.role == "user"), default=-1)
         for at, turn in enumerate(self.messages):
-            turns.add(turn, f"messages[{at}].content")
+            turns.add(turn, f"messages[{at}]", is_current=at >= last_user)
         messages = turns.messages
         is_continued = bool(self.messages) and self.messages[-1].role == "assistant"
         if is_continued and messages[-1].get("tool_calls"):
@@ -176,7 +177,7 @@ class CountTokensRequest(RequestBody):
         return ChatInput(
             messages=messages,
             tools=given.shown,
-            tool_use=read_tool_use(given.callable(turns.loaded), choice, max_calls, _NAMES),
+            tool_use=read_tool_use(given.callable, choice, max_calls, _NAMES),
             template=ChatTemplateOptions(
                 chat_template_kwargs=self.chat_template_kwargs or {},
                 reasoning_effort=None if self.output_config is None else self.output_config.effort,

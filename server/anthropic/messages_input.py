@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 from xml.sax.saxutils import quoteattr
 
-from quire.server.http.request_model import LABEL, ExtraField, MessagePart, hint, rejected, variant
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.anthropic.tools import MessageTool, Toolset
+from quire.server.http.request_model import LABEL, ExtraField, MessagePart, hint, parsed, rejected, variant
 
 
 class _Block(MessagePart):
@@ -79,6 +81,34 @@ class _ToolResultBlock(_Block):
 class _CompactionBlock(_Block):
     content: str | None = None
     """A summary of the conversation before it."""
+    tool_changes: list[dict[str, Any]] | None = None
+    """The `_ToolAdditionBlock` and `_ToolRemovalBlock` that it summarizes."""
+
+
+class _ToolAdditionBlock(_Block):
+    """Offers a tool from here on."""
+
+    tool: dict[str, Any]
+
+
+class _ToolRemovalBlock(_Block):
+    """Withdraws a tool from here on."""
+
+    tool: dict[str, Any]
+
+
+class _NamedTool(MessagePart):
+    name: str
+
+
+class _DefinedTool(MessagePart):
+    definition: dict[str, Any]
+
+
+class _McpTools(MessagePart):
+    """Tools that Anthropic runs: they are ignored."""
+
+    unknown_fields: ClassVar[ExtraField] = LABEL
 
 
 _TEXT: dict[str, type[MessagePart]] = {"text": _TextBlock}
@@ -96,8 +126,15 @@ _OF_ASSISTANT: dict[str, type[MessagePart]] = {
     "tool_use": _ToolUseBlock,
     "compaction": _CompactionBlock,
 }
-_OF_SERVER = re.compile("(server|mcp)_tool_use|.*_tool_result")
-"""Types of the assistant's blocks about tools that Anthropic runs."""
+_CHANGES: dict[str, type[MessagePart]] = {"tool_addition": _ToolAdditionBlock, "tool_removal": _ToolRemovalBlock}
+_OF_SYSTEM: dict[str, type[MessagePart]] = {**_TEXT, **_CHANGES}
+_OF_SERVER = re.compile("(server|mcp)_tool_use|.*_tool_result|mcp_tool_listing|fallback")
+"""Types of the assistant's blocks about what Anthropic runs."""
+_REFERENCES: dict[str, type[MessagePart]] = {
+    "tool_reference": _NamedTool,
+    "mcp_tool_reference": _McpTools,
+    "mcp_toolset_reference": _McpTools,
+}
 _SOURCES: dict[str, type[MessagePart]] = {"text": _TextSource, "content": _ContentSource}
 
 
@@ -106,39 +143,85 @@ class MessageTurn(MessagePart):
     assistant's are text, thinking and tool uses.
     """
 
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"output_config": rejected({})}
+
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
+    clear_at: Literal["next_user_message", "never"] | None = None
+    """When the text of a system's turn is left out: once a turn of the user follows, or never. The tools that it adds
+    and removes stay so.
+    """
 
 
 class MessageTurns:
     """Converts the system prompt and the turns of a conversation to chat messages.
 
-    `deferred` has the tools that the prompt does not show from the start, by name: a tool_reference in a tool's result
+    The prompt does not show deferred tools from the start: a tool_reference in a tool's result, or a tool_addition,
     shows them there. So the beginning of the prompt stays as it is, and can be reused.
     """
 
-    def __init__(self, ignored: set[str], deferred: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, ignored: set[str], tools: Toolset) -> None:
+        """Adds to `ignored` what has no effect, and changes which `tools` are offered."""
         self.messages: list[dict[str, Any]] = []
-        self.loaded: set[str] = set()
-        """The deferred tools that are shown."""
         self._ignored = ignored
-        self._deferred = deferred
+        self._tools = tools
 
     def add_system(self, system: str | Sequence[Mapping[str, Any]]) -> None:
         """Add the system prompt; raises `InvalidParameter`."""
         self.messages.append({"role": "system", "content": self._text(system, "system")})
 
-    def add(self, turn: MessageTurn, param: str) -> None:
-        """Add a turn. Each tool_result becomes its own message, before or between the text. Raises
-        `InvalidParameter`.
+    def add(self, turn: MessageTurn, param: str, *, is_current: bool = True) -> None:
+        """Add a turn; `is_current`: no turn of the user follows. Each tool_result becomes its own message, before or
+        between the text. Raises `InvalidParameter`.
         """
-        content = turn.content
-        if turn.role == "assistant" and not isinstance(content, str):
+        if turn.clear_at is not None and turn.role != "system":
+            raise InvalidParameter(f"{param}.clear_at is only allowed with the role system", f"{param}.clear_at")
+        content, param = turn.content, f"{param}.content"
+        if turn.role == "system":
+            self._add_system_turn(turn, param, is_shown=is_current or turn.clear_at != "next_user_message")
+        elif isinstance(content, str):
+            self.messages.append({"role": turn.role, "content": content})
+        elif turn.role == "assistant":
             self.messages.append(self._assistant_message(content, param))
-        elif turn.role != "user" or isinstance(content, str):
-            self.messages.append({"role": turn.role, "content": self._text(content, param)})
         else:
             self._add_blocks(content, param)
+
+    def _add_system_turn(self, turn: MessageTurn, param: str, *, is_shown: bool) -> None:
+        """Add a turn of the system, whose text may be left out, but not the changes of tools."""
+        content = [{"type": "text", "text": turn.content}] if isinstance(turn.content, str) else turn.content
+        texts = []
+        for at, given in enumerate(content):
+            block = variant(_OF_SYSTEM, given, f"{param}[{at}]", self._ignored)
+            text = self._shown(block, f"{param}[{at}]")
+            if text and (is_shown or not isinstance(block, _TextBlock)):
+                texts.append(text)
+        if texts or not content:
+            self.messages.append({"role": "system", "content": "\n".join(texts)})
+
+    def _changed(self, change: _ToolAdditionBlock | _ToolRemovalBlock, param: str) -> str:
+        """Offer a tool, or withdraw it; return what the prompt shows of that."""
+        tools, is_addition = self._tools, isinstance(change, _ToolAdditionBlock)
+        kinds = _REFERENCES | ({"tool_definition": _DefinedTool} if is_addition else {})
+        match variant(kinds, change.tool, f"{param}.tool", self._ignored):
+            case _NamedTool(name=name) if is_addition:
+                function = tools.find(name, f"{param}.tool.name")
+                if tools.is_offered(name):
+                    return ""
+                tools.offer(name)
+                return _function(function)
+            case _NamedTool(name=name):
+                tools.find(name, f"{param}.tool.name")
+                if not tools.is_offered(name):
+                    return ""
+                tools.withdraw(name)
+                return f"The function {name} is no longer available."
+            case _DefinedTool(definition=given):
+                where = f"{param}.tool.definition"
+                tool = parsed(MessageTool, given, where, self._ignored)
+                return "" if tool.is_hosted else _function(tools.define(tool, where))
+            case _:
+                self._ignored.add(f"{param}.tool.type={change.tool['type']}")
+                return ""
 
     def _add_blocks(self, content: Sequence[Mapping[str, Any]], param: str) -> None:
         texts: list[str] = []
@@ -167,8 +250,15 @@ class MessageTurns:
                 self._ignored.add(f"{param}[{at}].type={kind}")
                 continue
             match variant(_OF_ASSISTANT, block, f"{param}[{at}]", self._ignored):
-                case _TextBlock(text=text) | _CompactionBlock(content=str(text)):
+                case _TextBlock(text=text):
                     texts.append(text)
+                case _CompactionBlock(content=summary, tool_changes=changes):
+                    where = f"{param}[{at}].tool_changes"
+                    read = [
+                        variant(_CHANGES, each, f"{where}[{n}]", self._ignored) for n, each in enumerate(changes or ())
+                    ]
+                    shown = [self._shown(each, f"{where}[{n}]") for n, each in enumerate(read)]
+                    texts += filter(None, [summary, *shown])
                 case _ThinkingBlock(thinking=text):
                     thoughts.append(text)
                 case _RedactedThinkingBlock():
@@ -213,11 +303,17 @@ class MessageTurns:
             case _SearchResultBlock(source=origin, title=title, content=content):
                 return _tagged("search_result", self._text(content, f"{param}.content"), source=origin, title=title)
             case _ToolReferenceBlock(tool_name=name):
-                if (tool := self._deferred.get(name)) is None:
+                if (function := self._tools.deferred.get(name)) is None:
                     return name
-                self.loaded.add(name)
-                return _tagged("function", json.dumps(tool, ensure_ascii=False))
+                self._tools.offer(name)
+                return _function(function)
+            case _ToolAdditionBlock() | _ToolRemovalBlock():
+                return self._changed(block, param)
         raise AssertionError(block)
+
+
+def _function(function: Mapping[str, Any]) -> str:
+    return _tagged("function", json.dumps(function, ensure_ascii=False))
 
 
 def _tagged(tag: str, text: str, **attributes: str | None) -> str:

@@ -2,23 +2,23 @@
 
 Clients run some of the latter, which become functions with the input that Anthropic's documentation gives:
 https://platform.claude.com/docs/en/agents-and-tools/tool-use/bash-tool, …/text-editor-tool and …/memory-tool. Anthropic
-runs the others. Those are ignored, as their like is in all APIs: they are offers to the model, which can do without.
+runs others. Those are ignored, as their like is in all APIs: they are offers to the model, which can do without. Tools
+for a computer or a browser are refused: clients run them, too, but their results are images.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.request_model import LABEL, ExtraField, MessagePart, RequestModel, rejected
 
 _HOSTED_TOOLS = re.compile(
-    r"(web_search|web_fetch|code_execution|tool_search_tool_(bm25|regex)|advisor|computer(_toolset)?|browser_toolset)"
-    r"(_[0-9]{8})?|mcp_toolset"
+    r"(web_search|web_fetch|code_execution|tool_search_tool_(bm25|regex)|advisor)(_[0-9]{8})?|mcp_toolset"
 )
-"""Types of tools that Anthropic runs, or whose results are images."""
+"""Types of tools that Anthropic runs."""
 
 
 class MessageTool(MessagePart):
@@ -60,8 +60,6 @@ class MessageTool(MessagePart):
 
     def function(self, param: str) -> dict[str, Any]:
         """Convert to a tool of chat; raises `InvalidParameter`."""
-        if self.name is None:
-            raise InvalidParameter(f"{param}.name is missing", f"{param}.name")
         description, schema = self.description, self.input_schema
         if (own := _CLIENT_TOOLS.get(self.type or "")) is not None:
             description, schema = own
@@ -71,6 +69,8 @@ class MessageTool(MessagePart):
                 f"{', '.join(_CLIENT_TOOLS)}",
                 f"{param}.type",
             )
+        if self.name is None:
+            raise InvalidParameter(f"{param}.name is missing", f"{param}.name")
         if schema is None:
             raise InvalidParameter(f"{param}.input_schema is missing", f"{param}.input_schema")
         function: dict[str, Any] = {"name": self.name, "parameters": schema}
@@ -100,26 +100,55 @@ class MessageToolChoice(RequestModel):
 
 
 class Toolset:
-    """The tools of a request, converted to those of chat; raises `InvalidParameter`."""
+    """The tools of a request, converted to those of chat; raises `InvalidParameter`.
+
+    The prompt shows some of them from the start. The turns of the conversation may offer others, define new ones, and
+    withdraw them.
+    """
 
     def __init__(self, tools: Sequence[MessageTool], choice: MessageToolChoice | None) -> None:
-        self._functions = [tool.function(f"tools[{at}]") for at, tool in enumerate(tools) if not tool.is_hosted]
+        self._tools = [tool.function(f"tools[{at}]") for at, tool in enumerate(tools) if not tool.is_hosted]
         names = {tool.name for tool in tools if tool.defer_loading} - {choice and choice.name}
         if any(tool.searches_tools for tool in tools):
             names = set()  # nobody would ever load them
-        functions = [tool["function"] for tool in self._functions]
+        functions = [tool["function"] for tool in self._tools]
         self.deferred: Mapping[str, Any] = {each["name"]: each for each in functions if each["name"] in names}
         """The functions that the prompt does not show from the start, by name."""
+        self._hidden = {*self.deferred}
+        self.shown = self.callable
+        """The tools that the prompt shows from the start."""
 
     @property
-    def shown(self) -> list[dict[str, Any]]:
-        """The tools that the prompt shows from the start."""
-        return self.callable(set())
+    def callable(self) -> list[dict[str, Any]]:
+        """The tools that the model may call now."""
+        return [tool for tool in self._tools if tool["function"]["name"] not in self._hidden]
 
-    def callable(self, loaded: Set[str]) -> list[dict[str, Any]]:
-        """The tools that the model may call when these deferred ones have been loaded."""
-        names = self.deferred.keys() - loaded
-        return [tool for tool in self._functions if tool["function"]["name"] not in names]
+    def find(self, name: str, param: str) -> dict[str, Any]:
+        """Return a function."""
+        found = next((tool["function"] for tool in self._tools if tool["function"]["name"] == name), None)
+        if found is None:
+            raise InvalidParameter(f"{param}: there is no tool {name}", param)
+        return found
+
+    def is_offered(self, name: str) -> bool:
+        """Return whether the model may call this function now."""
+        return name not in self._hidden
+
+    def offer(self, name: str) -> None:
+        """Let the model call a function from now on."""
+        self._hidden.discard(name)
+
+    def withdraw(self, name: str) -> None:
+        """Do not let the model call a function any more."""
+        self._hidden.add(name)
+
+    def define(self, tool: MessageTool, param: str) -> dict[str, Any]:
+        """Offer a new tool, which replaces one of its name; return its function."""
+        defined = tool.function(param)
+        function: dict[str, Any] = defined["function"]
+        self._tools = [each for each in self._tools if each["function"]["name"] != function["name"]] + [defined]
+        self.offer(function["name"])
+        return function
 
 
 class _RunByClient(NamedTuple):

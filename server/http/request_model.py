@@ -132,8 +132,13 @@ def variant(
     kind = default if (given := value.get("type")) is None else given
     if not isinstance(kind, str) or kind not in kinds:
         raise InvalidParameter(f"{param}.type must be {' or '.join(kinds)}; {kind!r} is not supported", f"{param}.type")
+    return parsed(kinds[kind], {name: each for name, each in value.items() if name != "type"}, param, ignored)
+
+
+def parsed(model: type[M], value: Mapping[str, Any], param: str, ignored: set[str]) -> M:
+    """Parse `value` as the model, and add the ignored fields to `ignored`. Raises `InvalidParameter`."""
     try:
-        read = kinds[kind].model_validate({name: each for name, each in value.items() if name != "type"})
+        read = model.model_validate(value)
     except ValidationError as error:
         problem = error.errors()[0]
         where = param + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])

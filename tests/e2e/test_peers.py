@@ -7,6 +7,7 @@ that are expected, with the reason: so that a new one is seen.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import io
 import json
 import subprocess
@@ -29,11 +30,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def unpack(folder: Path) -> None:
-    """Download vLLM's sources, and keep the listed tests, with the files of fixtures that they use."""
+    """Download vLLM's sources, whose digest is known, and keep the listed tests, with the files of fixtures that they
+    use.
+    """
     name = f"vllm-{EXPECTED['version']}"
     listed = httpx.get(f"{INDEX}/vllm/", headers={"Accept": "application/vnd.pypi.simple.v1+json"}).json()["files"]
     (url,) = (file["url"] for file in listed if file["filename"] == f"{name}.tar.gz")
     sources = httpx.get(url, timeout=600).raise_for_status().content
+    digest = hashlib.sha256(sources).hexdigest()
+    assert digest == EXPECTED["sha256"], f"{name}.tar.gz has the digest {digest}"
     wanted = {f"{name}/tests/{file}" for file in EXPECTED["files"]}
     parents = {str(parent) for file in wanted for parent in Path(file).parents}
     with tarfile.open(fileobj=io.BytesIO(sources)) as archive:
@@ -48,7 +53,7 @@ def unpack(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def checkout() -> Path:
     """The folder with vLLM's tests; fails where they cannot be had."""
-    return made_once("vllm", json.dumps([EXPECTED["version"], EXPECTED["files"]]), make=unpack)
+    return made_once("vllm", EXPECTED["sha256"], json.dumps(EXPECTED["files"]), make=unpack)
 
 
 def reason(name: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from functools import cache
 from pathlib import Path
@@ -396,6 +397,55 @@ def test_a_deferred_tool_is_shown_where_it_is_loaded() -> None:
         assert json.loads(function) == {"name": "f", "description": "does", "parameters": CITY}
 
 
+def changed(kind: str, **tool: Any) -> dict[str, Any]:
+    """A block that changes the tools."""
+    return {"type": f"tool_{kind}", "tool": tool}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "tool_reference", "name": name}
+
+
+def test_tools_change_in_the_conversation() -> None:
+    """The tools at the start of the prompt stay the same, and the messages show what changes."""
+    deferred = {**F, "defer_loading": True}
+    new = {"type": "tool_definition", "definition": {"name": "h", "input_schema": CITY}}
+    bash = {"type": "tool_definition", "definition": {"type": "bash_20250124", "name": "bash"}}
+    hosted = {"type": "tool_definition", "definition": {"type": "web_search_20250305", "name": "web_search"}}
+    for changes, callable, shown in (
+        ([changed("addition", **named("f"))], ["f", "g"], "+f"),
+        ([changed("addition", **named("g"))], ["g"], ""),
+        ([changed("removal", **named("g"))], [], "-g"),
+        ([changed("removal", **named("f"))], ["g"], ""),
+        ([changed("removal", **named("g")), changed("addition", **named("g"))], ["g"], "-g +g"),
+        ([changed("addition", **new), changed("addition", **bash)], ["g", "h", "bash"], "+h +bash"),
+        ([changed("addition", **new), changed("removal", **named("h"))], ["g"], "+h -h"),
+        ([changed("addition", **hosted)], ["g"], ""),
+        ([changed("addition", type="mcp_tool_reference", server_name="s", name="x")], ["g"], ""),
+    ):
+        compacted = {"type": "compaction", "content": "Before.", "tool_changes": changes}
+        for turn in ({"role": "system", "content": changes}, {"role": "assistant", "content": [compacted]}):
+            fields = {"model": "m", "tools": [deferred, G], "messages": [*says("x"), turn, *says("y")]}
+            chat = chat_of(CountTokensRequest.model_validate(fields))
+            assert [tool["function"]["name"] for tool in chat.tools] == ["g"]
+            assert [tool.name for tool in (chat.tool_use.tools if chat.tool_use else ())] == callable
+            text = "\n".join(message["content"] for message in chat.messages[1:-1])
+            text = re.sub(r'<function>\n\{"name": "(\w+)".*\}\n</function>', r"+\1", text.removeprefix("Before."))
+            assert re.sub(r"The function (\w+) is no longer available\.", r"-\1", text).split() == shown.split()
+
+
+def test_a_turn_of_the_system_may_be_for_one_answer() -> None:
+    content = [{"type": "text", "text": "now"}, changed("removal", **named("g"))]
+    once = {"role": "system", "clear_at": "next_user_message", "content": content}
+    gone = "The function g is no longer available."
+    later: list[dict[str, Any]]
+    for later, shown in (([], f"now\n{gone}"), (says("y"), gone)):
+        chat = chat_of(
+            CountTokensRequest.model_validate({"model": "m", "tools": [G], "messages": [*says("x"), once, *later]})
+        )
+        assert chat.messages[1] == {"role": "system", "content": shown}
+
+
 async def test_a_format_and_an_effort(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     output = {"effort": "low", "format": {"type": "json_schema", "schema": CITY}}
     assert chat_of(MessagesRequest.model_validate(body(output_config=output))).template.reasoning_effort == "low"
@@ -522,6 +572,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [document(citations={"enabled": True})]}, "messages[0].content[0].citations"),
     ({"tools": [{"type": "custom_20250305", "name": "f"}]}, "tools[0].type"),
     ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name"),
+    ({"tools": [{"type": "computer_20251124", "name": "computer", "display_width_px": 9}]}, "tools[0].type"),
+    ({"tools": [{"type": "browser_toolset_20260801"}]}, "tools[0].type"),
+    ({"messages": [{"role": "system", "content": [changed("addition", **named("f"))]}]},
+     "messages[0].content[0].tool.name"),
+    ({"messages": [{"role": "system", "content": [changed("removal", type="x")]}]}, "messages[0].content[0].tool.type"),
+    ({"messages": [{"role": "user", "content": "x", "clear_at": "never"}]}, "messages[0].clear_at"),
+    ({"messages": [{"role": "system", "content": "x", "output_config": {"effort": "low"}}]},
+     "messages[0].output_config"),
     ({"tools": [{"type": "web_search_20250305"}], "tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
