@@ -281,7 +281,7 @@ class _ChatFormatter:
     chunk = "chat.completion.chunk"
     null_usage = b',"usage":null'
 
-    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, given: GenerationInput, as_ids: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, given: GenerationInput, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._top = given.params.logprobs
         self._echo = given.echo
