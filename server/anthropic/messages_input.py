@@ -254,11 +254,7 @@ class MessageTurns:
                     texts.append(text)
                 case _CompactionBlock(content=summary, tool_changes=changes):
                     where = f"{param}[{at}].tool_changes"
-                    read = [
-                        variant(_CHANGES, each, f"{where}[{n}]", self._ignored) for n, each in enumerate(changes or ())
-                    ]
-                    shown = [self._shown(each, f"{where}[{n}]") for n, each in enumerate(read)]
-                    texts += filter(None, [summary, *shown])
+                    texts += filter(None, [summary, self._text(changes or (), where, _CHANGES)])
                 case _ThinkingBlock(thinking=text):
                     thoughts.append(text)
                 case _RedactedThinkingBlock():

@@ -125,10 +125,11 @@ class Toolset:
 
     def find(self, name: str, param: str) -> dict[str, Any]:
         """Return a function."""
-        found = next((tool["function"] for tool in self._tools if tool["function"]["name"] == name), None)
-        if found is None:
-            raise InvalidParameter(f"{param}: there is no tool {name}", param)
-        return found
+        for tool in self._tools:
+            function: dict[str, Any] = tool["function"]
+            if function["name"] == name:
+                return function
+        raise InvalidParameter(f"{param}: there is no tool {name}", param)
 
     def is_offered(self, name: str) -> bool:
         """Return whether the model may call this function now."""
