@@ -425,10 +425,15 @@ def test_an_item_is_referred_to_once() -> None:
 async def test_several_requests_continue_one_response(telling: Server) -> None:  # noqa: F811
     client = telling.openai
     first = await client.responses.create(model="echo", input="a")
-    answers = await asyncio.gather(
-        *(client.responses.create(model="echo", input=f"b{n}", previous_response_id=first.id) for n in range(8))
-    )
-    assert [answer.output_text for answer in answers] == [f"u:a;a:u:a;;u:b{n};" for n in range(8)]
+
+    async def go_on(number: int) -> Any:
+        said: Any = {"model": "echo", "input": f"b{number}", "previous_response_id": first.id}
+        if number % 2:
+            return (await client.responses.create(**said)).output_text
+        streamed = await telling.http.post("/v1/responses", json={**said, "stream": True})
+        return Response.model_validate(events_of(streamed.text)[-1]["response"]).output_text
+
+    assert await asyncio.gather(*map(go_on, range(8))) == [f"u:a;a:u:a;;u:b{n};" for n in range(8)]
 
 
 async def test_input_tokens_are_counted(server: Server) -> None:
