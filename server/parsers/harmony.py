@@ -13,7 +13,7 @@ import re
 from quire.server.parsers.events import Content, Reasoning
 from quire.server.parsers.incremental import MalformedText, Steps, TextCutOff
 from quire.server.parsers.tags import tags
-from quire.server.parsers.tool_calls import Schemas, ToolParser
+from quire.server.parsers.tool_calls import ParserOptions, Schemas, ToolParser
 from quire.server.parsers.tool_formats import HARMONY
 
 _MESSAGE = ("<|message|>",)
@@ -49,7 +49,7 @@ class HarmonyParser(ToolParser):
         """The kinds of text that have been emitted."""
         self._is_new = False
         """Nothing of the current message has been emitted."""
-        super().__init__(HARMONY, schemas, (), limit, False)
+        super().__init__(ParserOptions(HARMONY, schemas, limit=limit))
 
     def _run(self) -> Steps[None]:
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.server.parsers.events import Content, Event, Reasoning
 from quire.server.parsers.harmony import HarmonyParser
@@ -11,34 +11,21 @@ from quire.server.parsers.python_calls import PythonParser
 from quire.server.parsers.quoted_calls import QuotedParser
 from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat, ReasoningParser
 from quire.server.parsers.tagged_calls import TaggedParser
-from quire.server.parsers.tool_calls import Schemas, ToolParser
+from quire.server.parsers.tool_calls import ParserOptions, Schemas, ToolParser
 from quire.server.parsers.tool_formats import HARMONY, Python, Quoted, Tagged, ToolFormat
 
 
-def tool_parser(
-    format: ToolFormat,
-    schemas: Schemas,
-    *,
-    hidden: Collection[str] = (),
-    limit: int | None = None,
-    is_required: bool = False,
-    is_enforced: bool = False,
-) -> ToolParser:
-    """Create a parser for one answer.
-
-    Markers in `hidden` are dropped from the content unless they open a call. `limit` is the maximum number of calls to
-    emit. With `is_required`, the answer consists of calls: what is cut off before a call's arguments is not content.
-    With `is_enforced`, a grammar enforced the format: only exact tags end values.
-    """
-    format = format.read_as or format
-    match format.call:
+def tool_parser(options: ParserOptions) -> ToolParser:
+    """Create a parser for one answer."""
+    options = replace(options, format=options.format.read_as or options.format)
+    match options.format.call:
         case Python():
-            return PythonParser(format, schemas, hidden, limit, is_required)
+            return PythonParser(options)
         case Tagged():
-            return TaggedParser(format, schemas, hidden, limit, is_required, is_enforced)
+            return TaggedParser(options)
         case Quoted():
-            return QuotedParser(format, schemas, hidden, limit, is_required, is_enforced)
-    return ToolParser(format, schemas, hidden, limit, is_required)
+            return QuotedParser(options)
+    return ToolParser(options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +58,7 @@ class OutputFormat:
         tools = self.tools or (ToolFormat() if hidden else None)
         calls = None
         if tools:
-            calls = tool_parser(
+            options = ParserOptions(
                 tools,
                 self.schemas,
                 hidden=hidden,
@@ -79,6 +66,7 @@ class OutputFormat:
                 is_required=self.is_required,
                 is_enforced=self.is_enforced,
             )
+            calls = tool_parser(options)
         thoughts = ReasoningParser(self.reasoning, self.is_thinking) if self.reasoning else None
         return OutputParser(thoughts, calls, self.shows_reasoning)
 

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from quire.server.parsers.argument_types import ANY_TYPE, TEXT, json_of, property_names, property_types
 from quire.server.parsers.incremental import CLOSERS, MalformedText, Steps, TextCutOff
 from quire.server.parsers.tags import exact, tags, units
-from quire.server.parsers.tool_calls import Schemas, ToolParser
-from quire.server.parsers.tool_formats import Quoted, ToolFormat
+from quire.server.parsers.tool_calls import ParserOptions, ToolParser
+from quire.server.parsers.tool_formats import Quoted
 
 _BARE_KEY = re.compile(r"[^:,{}\[\]<]*")
 _BARE_VALUE = re.compile(r"[^,{}\[\]]*")
@@ -20,15 +20,8 @@ class QuotedParser(ToolParser):
     """Calls with arguments that are like JSON, but for the quotes of strings, and keys without quotes. Strings are
     emitted while they arrive, other values when they are complete."""
 
-    def __init__(
-        self,
-        format: ToolFormat,
-        schemas: Schemas,
-        hidden: Collection[str],
-        limit: int | None,
-        is_required: bool,
-        is_enforced: bool,
-    ) -> None:
+    def __init__(self, options: ParserOptions) -> None:
+        format = options.format
         assert isinstance(format.call, Quoted)
         quote = format.call.quote
         closing = units(format.block[2])
@@ -39,10 +32,10 @@ class QuotedParser(ToolParser):
         self._unquoted = re.compile(rf"(?:(?!{self._quotes.whole.pattern}).)*", re.DOTALL | re.IGNORECASE)
         self._quote = exact(quote)
         close = exact(quote, "}")
-        if is_enforced:
+        if options.is_enforced:
             self._ends = self._nexts = close
             self._quotes = self._quote
-        super().__init__(format, schemas, hidden, limit, is_required, close)
+        super().__init__(options, close)
 
     def _closed(self, found: re.Match[str]) -> tuple[int, int]:
         return found.start() + found[0].startswith("}"), found.end()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from itertools import takewhile
 
 from quire.server.parsers.argument_types import TEXT, json_of, property_names, property_types
 from quire.server.parsers.incremental import MalformedText, Steps, TextCutOff, decoded
-from quire.server.parsers.tags import exact, is_tag, tags, units
-from quire.server.parsers.tool_calls import NAME, OPENS, Schemas, ToolParser
-from quire.server.parsers.tool_formats import Tagged, ToolFormat
+from quire.server.parsers.tags import Tags, exact, is_tag, tags, units
+from quire.server.parsers.tool_calls import CLOSES, NAME, OPENS, ParserOptions, ToolParser
+from quire.server.parsers.tool_formats import Tagged
+from quire.server.parsers.value_bounds import ends
 
 _ATTRIBUTE_END = re.compile(
     r"""["']?[ \t]*(?:string[ \t]*=[ \t]*["']?(true|false)["']?[ \t]*)?(?:>|(?=\n))""", re.IGNORECASE
@@ -19,20 +19,14 @@ _ATTRIBUTE_END = re.compile(
 """The end of a tag that has a key, and maybe whether the value is a string. A line break may stand for its `>`."""
 _MAX_ATTRIBUTE = 40
 """Maximum number of characters of the text that ends such a tag."""
+_SPACE = re.compile(r"\s*")
 
 
 class TaggedParser(ToolParser):
     """Calls with arguments between tags. Strings are emitted while they arrive, other values when they are complete."""
 
-    def __init__(
-        self,
-        format: ToolFormat,
-        schemas: Schemas,
-        hidden: Collection[str],
-        limit: int | None,
-        is_required: bool,
-        is_enforced: bool,
-    ) -> None:
+    def __init__(self, options: ParserOptions) -> None:
+        format = options.format
         call = format.call
         assert isinstance(call, Tagged)
         self._tags = call
@@ -65,11 +59,11 @@ class TaggedParser(ToolParser):
         self._required: frozenset[str] = frozenset()
         self._written_between = tuple(filter(is_tag, units(call.between)))
         close = exact(call.close.strip(), "\n")
-        if is_enforced:
+        if options.is_enforced:
             self._ends = self._nexts = close
             self._end_or_quote = re.compile(f'"|{close.whole.pattern}')
             self._end_in_string = re.compile(rf'"|\\.|{close.whole.pattern}|\n', re.DOTALL)
-        super().__init__(format, schemas, hidden, limit, is_required, close)
+        super().__init__(options, close)
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
         schema, is_out = self._schemas[name], False
@@ -95,6 +89,7 @@ class TaggedParser(ToolParser):
             self._show_arguments(f"{', ' if is_out else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             is_out = True
             self._left.discard(key)
+            self._stop = self._stops(is_first=True)
             if types == TEXT:
                 yield from self._text_value(self._ends, self._nexts)
             else:
@@ -177,6 +172,25 @@ class TaggedParser(ToolParser):
 
     def _closed(self, found: re.Match[str]) -> tuple[int, int]:
         return found.start() + (self._keeps_line and found[0].startswith("\n")), found.end()
+
+    def _stops(self, is_first: bool) -> Tags:
+        return ends(self._format, self._tags, frozenset(self._left), is_first)
+
+    def _stopped(self, found: re.Match[str], at: int) -> tuple[int, int]:
+        for tag in takewhile(lambda tag: tag.end() <= at, self._ends.whole.finditer(self._text, found.start())):
+            behind = _SPACE.match(self._text, tag.end())
+            if behind is None or not self._ends.whole.match(self._text, behind.end()):
+                continue
+            if tag.lastindex == CLOSES:
+                return self._closed(tag)
+            if tag.lastindex != OPENS and tag[0].startswith("\n"):
+                return tag.start(), tag.start()
+        return at, at
+
+    def _show_string(self) -> None:
+        if self._pos:
+            self._stop = self._stops(is_first=False)
+        super()._show_string()
 
     def _is_argument(self, at: int) -> Steps[bool]:
         begin, self._pos = self._pos, at

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.server.parsers.argument_types import resolved, type_of, types_of
@@ -39,19 +39,22 @@ _NOT_JSON = {
 """By type, patterns for texts that could be taken for a JSON value of this type, and maybe more."""
 
 
-def text_terminal(schema: Any, root: Mapping[str, Any], end: str, others: frozenset[str]) -> str | None:
+def text_terminal(
+    schema: Any, root: Mapping[str, Any], end: str, others: frozenset[str], excluded: Sequence[str] = ()
+) -> str | None:
     """Return an expression for the values that a schema allows as text, or None if it allows none.
 
-    These are strings, which do not contain `end` and are not like JSON of the types `others`, and of these types null,
-    booleans and numbers (numbers with bounds are left out): a lexeme of their own would be taken for the start of a
-    string. References in the schema refer to `root`. Raises ValueError for keywords that cannot be enforced.
+    These are strings, which do not contain `end`, match none of the terminals `excluded` and are not like JSON of the
+    types `others`, and of these types null, booleans and numbers (numbers with bounds are left out): a lexeme of their
+    own would be taken for the start of a string. References in the schema refer to `root`. Raises ValueError for
+    keywords that cannot be enforced.
     """
     found = branches(schema, root)
     texts = [text for branch in found if (text := _branch(branch)) is not None]
     scalars = sorted({scalar for branch in found for scalar in _scalars(branch, others)})
-    excluded = [f"~/(.|\\n)*{pattern(end)}(.|\\n)*/", *(f"~{_NOT_JSON[name]}" for name in sorted(others))]
+    but = [f"/(.|\\n)*{pattern(end)}(.|\\n)*/", *excluded, *(_NOT_JSON[name] for name in sorted(others))]
     strings = "TEXT" if "TEXT" in texts else f"({' | '.join(texts)})"
-    values = ([f"({' & '.join((strings, *excluded))})"] if texts else []) + scalars
+    values = ([f"({' & ~'.join((strings, *but))})"] if texts else []) + scalars
     return " | ".join(values) or None
 
 
@@ -72,7 +75,7 @@ def quoted(text: str) -> str:
 
 def pattern(text: str) -> str:
     """A regular expression, between slashes, for this text."""
-    return _between_slashes(re.escape(text))
+    return between_slashes(re.escape(text))
 
 
 def branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[list[Mapping[str, Any]]]:
@@ -163,7 +166,7 @@ def _constraints(schema: Mapping[str, Any]) -> Iterator[str]:
     if (name := schema.get("format")) is not None:
         if name not in _FORMATS:
             raise ValueError(f"the format {name} is not supported for a text")
-        yield f"/{_between_slashes(_FORMATS[name])}/"
+        yield f"/{between_slashes(_FORMATS[name])}/"
 
 
 def _searched(regex: str) -> str:
@@ -172,7 +175,7 @@ def _searched(regex: str) -> str:
     if (starts or ends) and _has_alternatives(regex):
         raise ValueError(f"the pattern {regex} is not supported for a text: put its alternatives in parentheses")
     inner = regex[starts : len(regex) - ends]
-    return _between_slashes(f"{'' if starts else _ANYTHING}({inner}){'' if ends else _ANYTHING}")
+    return between_slashes(f"{'' if starts else _ANYTHING}({inner}){'' if ends else _ANYTHING}")
 
 
 def _has_alternatives(regex: str) -> bool:
@@ -206,5 +209,6 @@ def selections(items: list[tuple[str, bool]], separator: str) -> Iterator[str]:
     yield '""'
 
 
-def _between_slashes(regex: str) -> str:
+def between_slashes(regex: str) -> str:
+    """A regular expression as it is written between slashes."""
     return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", regex, flags=re.DOTALL).replace("\n", r"\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quire.server.parsers.argument_types import (
@@ -51,6 +52,22 @@ _ID = re.compile(r"\w*")
 _ARGUMENTS = ("arguments", "parameters")
 
 
+@dataclass(frozen=True)
+class ParserOptions:
+    """The format of an answer, and what is known of its calls."""
+
+    format: ToolFormat
+    schemas: Schemas
+    hidden: Collection[str] = ()
+    """Markers that are dropped from the content unless they open a call."""
+    limit: int | None = None
+    """Maximum number of calls to emit."""
+    is_required: bool = False
+    """It consists of calls: what is cut off before a call's arguments is not content."""
+    is_enforced: bool = False
+    """A grammar enforced the format: only exact tags end values."""
+
+
 class ToolParser(IncrementalParser):
     """Splits text into content and calls; see `output_parser.tool_parser`.
 
@@ -59,23 +76,16 @@ class ToolParser(IncrementalParser):
     grammar of the format allows is read as the grammar says.
     """
 
-    def __init__(
-        self,
-        format: ToolFormat,
-        schemas: Schemas,
-        hidden: Collection[str],
-        limit: int | None,
-        is_required: bool,
-        close: Tags | None = None,
-    ) -> None:
+    def __init__(self, options: ParserOptions, close: Tags | None = None) -> None:
         """`close` is the pattern for the exact tag that closes a string, if it is written between tags."""
-        self._close = close
+        self._close = self._stop = close
+        """`_stop` also matches, as its group `OPENS`, what else ends a string before that tag."""
         self._is_unclosed = False
         """The text has ended, and no such tag is left in it."""
-        self._format = format
-        self._schemas = schemas
-        self._limit = limit
-        self._is_required = is_required
+        self._format = format = options.format
+        self._schemas = options.schemas
+        self._limit = options.limit
+        self._is_required = options.is_required
         call, (_, opening, closing) = format.call, format.block
         before, between, after = call.around if isinstance(call, Json | Tagged) else ("", "", "")
         in_values = tuple(filter(is_tag, units(call.between, call.close))) if isinstance(call, Tagged) else ()
@@ -95,9 +105,9 @@ class ToolParser(IncrementalParser):
         self._call_ends = tags((*units(after), *in_values, brace), others=every)
         self._block_ends = tags((*ends, brackets[1:]), others=every)
         openers = (*format.markers, *filter(is_tag, begins))
-        self._marker = tags(openers, name_ends, tuple(hidden), others=every)
+        self._marker = tags(openers, name_ends, tuple(options.hidden), others=every)
         self._name_ends = name_ends
-        self._hidden_marker = any_of(*hidden)
+        self._hidden_marker = any_of(*options.hidden)
         self._count = 0
         self._read: list[str] | None = None
         self._held: list[ToolCall] = []
@@ -397,22 +407,26 @@ class ToolParser(IncrementalParser):
 
     def _text_end(self, found: re.Match[str], nexts: Tags) -> Steps[tuple[int, int] | None]:
         """Return the same as `_value_end` for a text, in which a grammar excludes only the exact closing tag: that one
-        ends it, whatever tags come before, as long as it leaves a call that may have been written.
+        ends it, whatever tags come before, as long as it leaves a call that may have been written. So does a line that
+        a grammar excludes, too.
         """
         assert self._close is not None
+        assert self._stop is not None
         if self._close.whole.fullmatch(found[0]):
             return self._closed(found)
         at = found.start()
         while not self._is_unclosed:
-            close = self._close.whole.search(self._text, at)
-            if close is not None:
+            stop = self._stop.whole.search(self._text, at)
+            if stop is not None and stop.lastindex == OPENS:
+                return self._stopped(found, stop.start())
+            if stop is not None:
                 return (
-                    self._closed(close)
-                    if (yield from self._may_close(found, close))
+                    self._closed(stop)
+                    if (yield from self._may_close(found, stop))
                     else (yield from self._value_end(found, nexts))
                 )
             self._is_unclosed = self._ended
-            at = max(at, len(self._text) - self._close.longest)
+            at = max(at, len(self._text) - self._stop.longest)
             if not self._ended:
                 yield from self._more()
         return (yield from self._value_end(found, nexts))
@@ -441,6 +455,11 @@ class ToolParser(IncrementalParser):
         if following is not None and following.lastindex == CLOSES:
             return self._closed(following)
         return found.start(), found.start()
+
+    def _stopped(self, found: re.Match[str], at: int) -> tuple[int, int]:
+        """Return the same for a text that ends at `at` or before, without its exact closing tag; `found` is the first
+        tag that may end it. A misspelt one does if another tag follows."""
+        return at, at
 
     def _closed(self, found: re.Match[str]) -> tuple[int, int]:
         """The end of a value, and of the tag that closes it."""

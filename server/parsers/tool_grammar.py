@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from quire.server.parsers.quoted_grammar import QuotedGrammar
 from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat
 from quire.server.parsers.text_grammar import definitions, narrowed, pattern, quoted, selections, text_terminal
 from quire.server.parsers.tool_formats import HARMONY, JsonObject, Python, Quoted, Tagged, ToolFormat
+from quire.server.parsers.value_bounds import excluded
 
 TokenId = Callable[[str], int | None]
 """The id of a marker that is one added token; None for plain text."""
@@ -73,7 +74,8 @@ def tool_grammar(
     grammar = _GrammarText(format, reasoning, token_id, as_json=is_either and format.bare == "{")
     for tool in tools:
         is_held = required or tool.strict
-        grammar.add_tool(tool.name, tool.parameters if is_held else _lax(tool.parameters, format), tool.grammar)
+        schema = tool.parameters if is_held else _lax(tool.parameters, format)
+        grammar.add_tool(tool.name, schema, property_names(tool.parameters), tool.grammar)
     grammar.add_blocks(several)
     if is_either:
         grammar.rules.append(f"answer: %json {json.dumps(answer)}")
@@ -140,8 +142,10 @@ class _GrammarText:
         parts = [part for part in self._split.split(text) if part]
         return " ".join(f"<[{self._tokens[part]}]>" if part in self._tokens else quoted(part) for part in parts)
 
-    def add_tool(self, name: str, schema: dict[str, Any], input_grammar: InputGrammar | None = None) -> None:
-        """Add the rules for a call of this function."""
+    def add_tool(
+        self, name: str, schema: dict[str, Any], known: Collection[str], input_grammar: InputGrammar | None = None
+    ) -> None:
+        """Add the rules for a call of this function, whose arguments follow `schema`; it has the properties `known`."""
         index, format = len(self._calls), self._format
         self._calls.append(f"call_{index}")
         match format.call:
@@ -158,7 +162,7 @@ class _GrammarText:
             case Python():
                 arguments = " | ".join(self._keywords(index, name, schema))
             case Tagged() as tags:
-                arguments = " | ".join(self._tagged(tags, index, name, schema))
+                arguments = " | ".join(self._tagged(tags, index, name, schema, known))
             case Quoted():
                 arguments = self._quoted(name, schema)
             case _:
@@ -252,22 +256,26 @@ class _GrammarText:
         except ValueError as error:
             raise InvalidParameter(f"tools: the parameters of {name}: {error}", "tools") from None
 
-    def _tagged(self, tags: Tagged, index: int, name: str, schema: dict[str, Any]) -> Iterator[str]:
+    def _tagged(
+        self, tags: Tagged, index: int, name: str, schema: dict[str, Any], known: Collection[str]
+    ) -> Iterator[str]:
         """Arguments between tags in the schema's order; any arguments if the schema says nothing about them."""
+        bound = f"BOUND_{index}"
+        self.rules.append(f"{bound}: {excluded(self._format, tags, known)}")
         is_open = schema.get("additionalProperties") in (None, True, {})
         if is_open and not schema.get("properties") and not schema.get("required"):
-            if "any_args" not in self._shared:
-                self._shared.add("any_args")
-                raw = self._raw("any", "TEXT", tags)
+            rule = f"any_{index}" if known else "any"
+            if rule not in self._shared:
+                raw = self._raw(rule, f"TEXT & ~{bound}", tags)
                 betweens = " | ".join(self.literal(way) for way in (tags.between, tags.between_json) if way)
-                self.rules.append(f"any_args: ({self.literal(tags.open)} KEY ({betweens}) {raw})*")
-            yield "any_args"
+                self.rules.append(f"{rule}_args: ({self.literal(tags.open)} KEY ({betweens}) {raw})*")
+            yield f"{rule}_args"
             return
         items = []
         for at, (key, value, is_required) in enumerate(_properties(name, schema)):
             opening, rule = self.literal(tags.open + key), f"value_{index}_{at}"
             try:
-                ways = " | ".join(self._tagged_value(tags, rule, value, schema))
+                ways = " | ".join(self._tagged_value(tags, rule, value, schema, bound))
             except ValueError as error:
                 raise InvalidParameter(f"tools: {key} in the parameters of {name}: {error}", "tools") from None
             if not ways:
@@ -275,13 +283,13 @@ class _GrammarText:
             items.append((f"{opening} ({ways})", is_required))
         yield from selections(items, "")
 
-    def _tagged_value(self, tags: Tagged, rule: str, schema: Any, root: dict[str, Any]) -> Iterator[str]:
-        """The ways to write a value, each from `between` to `close`: as text, as JSON."""
+    def _tagged_value(self, tags: Tagged, rule: str, schema: Any, root: dict[str, Any], bound: str) -> Iterator[str]:
+        """The ways to write a value, each from `between` to `close`: as text that does not match `bound`, as JSON."""
         types = types_of(schema, root)
         others = types - TEXT
         if "string" in types:
             unlike = frozenset[str]() if tags.between_json else others
-            text = text_terminal(schema, root, tags.close.strip(), unlike)
+            text = text_terminal(schema, root, tags.close.strip(), unlike, [bound])
             if text is not None:
                 yield f"{self.literal(tags.between)} {self._raw(rule, text, tags)}"
             if not tags.between_json:

@@ -104,35 +104,41 @@ def sources() -> dict[str, list[tuple[str, str, Calls]]]:
 
 def mutated(format: str, generator: random.Random) -> Mutation:
     """Change one or two tags of a transcript, or cut the transcript."""
-    text, content, calls = generator.choice(sources()[format])
-    kind = generator.choice(KINDS)
+    source, content, calls = generator.choice(sources()[format])
+    text, kind = source, generator.choice(KINDS)
     if kind == "text cut":
         return Mutation(format, kind, text[: generator.randrange(len(text))], content, calls, False)
     text, is_readable = changed(format, text, kind, generator)
-    if generator.random() < 0.3 and tags_of(format).search(text):
+    # Where the tag that closes a value is spoilt, only the exact tag behind it ends the value.
+    closes = sum(_closes_early(format, tag) for tag in tags_of(format).finditer(source))
+    is_whole = closes == sum(_closes_early(format, tag) for tag in tags_of(format).finditer(text))
+    if is_whole and generator.random() < 0.3 and tags_of(format).search(text):
         second = generator.choice(KINDS[:-1])
-        text, is_still_readable = changed(format, text, second, generator)
+        text, is_still_readable = changed(format, text, second, generator, is_first=False)
         kind = f"{kind}, {second}"
         is_hidden = any(each in kind for each in ("missing", "cut"))
         is_readable = is_readable and is_still_readable and not is_hidden
     return Mutation(format, kind, text, content, calls, is_readable)
 
 
-def _makes_text(format: str, tag: re.Match[str], kind: str) -> bool:
-    """Whether, if this tag is changed, it or others belong to a string, as another closing tag follows."""
+def _closes_early(format: str, tag: re.Match[str]) -> bool:
+    """Whether this is the tag that closes a value, and not the last one."""
     call = TOOL_FORMATS[format].call
-    if not isinstance(call, Tagged):
+    return isinstance(call, Tagged) and tag[0] == (close := call.close.strip()) and close in tag.string[tag.end() :]
+
+
+def _makes_text(format: str, tag: re.Match[str], kind: str) -> bool:
+    """Whether, if this tag is doubled, it or others belong to a string."""
+    call = TOOL_FORMATS[format].call
+    if not isinstance(call, Tagged) or "doubled" not in kind:
         return False
-    if "doubled" in kind:
-        return (tag[0].startswith(call.open) and tag[0] != call.open) or call.between.endswith(tag[0])
-    close = call.close.strip()
-    is_same = kind in ("space before", "line before", "space behind", "line behind")
-    return tag[0] == close and not is_same and close in tag.string[tag.end() :]
+    return (tag[0].startswith(call.open) and tag[0] != call.open) or call.between.endswith(tag[0])
 
 
-def changed(format: str, text: str, kind: str, generator: random.Random) -> tuple[str, bool]:
+def changed(format: str, text: str, kind: str, generator: random.Random, is_first: bool = True) -> tuple[str, bool]:
     """Change one tag of a text, and say whether all calls in it can still be seen."""
-    found = generator.choice([tag for tag in tags_of(format).finditer(text) if not _makes_text(format, tag, kind)])
+    tags = [tag for tag in tags_of(format).finditer(text) if not _makes_text(format, tag, kind)]
+    found = generator.choice([tag for tag in tags if is_first or not _closes_early(format, tag)])
     tag, before, behind = found[0], text[: found.start()], text[found.end() :]
     has_name = "=" in tag
     written = {

@@ -12,6 +12,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.server.openai.custom_input import custom_input
 from quire.server.parsers.input_grammar import InputGrammar, embedded
 from quire.server.parsers.output_parser import tool_parser
+from quire.server.parsers.tool_calls import ParserOptions
 from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool
 from tests.unit.server.parsers.test_tool_grammar import grammar, verdict
@@ -109,7 +110,7 @@ def test_calls_of_every_kind_follow_it(format: str, kind: str) -> None:
         assert verdict(kind, held, call(format, LINES.replace("+y", "y"))) == "no"
         assert verdict(kind, held, call(format, LINES.replace("*** End Patch", ""))) == "no"
     if format != "openai":  # whose parser is `HarmonyParser`
-        parser = tool_parser(TOOL_FORMATS[format], {"f": TOOL.parameters})
+        parser = tool_parser(ParserOptions(TOOL_FORMATS[format], {"f": TOOL.parameters}))
         events = [*parser.feed(call(format, LINES)), *parser.finish()]
         assert custom_input("".join(getattr(event, "arguments", "") for event in events)) == LINES
 

@@ -15,8 +15,8 @@ from quire.server.parsers.argument_types import TEXT, property_types
 from quire.server.parsers.events import Content, Event, ToolCall
 from quire.server.parsers.output_parser import OutputFormat, tool_parser
 from quire.server.parsers.tags import Tags
-from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Quoted, Tagged
-from tests.unit.server.parsers.mutations import values_with_tags
+from quire.server.parsers.tool_calls import ParserOptions
+from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Tagged
 from tests.unit.server.parsers.samples import SCHEMAS, TWO_CALLS, cut, joined
 
 BOTH = [("get_weather", {"city": "Bonn"}), ("now", {})]
@@ -49,7 +49,7 @@ def test_two_calls_and_text_around_them(format: str) -> None:
 def test_text_without_calls_is_content_and_not_held_back(format: str) -> None:
     text = "Nothing < to [ call | here {}: 1\n\nReally."
     assert read(format, text) == (text, [])
-    parser = tool_parser(TOOL_FORMATS[format], SCHEMAS)
+    parser = tool_parser(ParserOptions(TOOL_FORMATS[format], SCHEMAS))
     said = ""
     for end, character in enumerate("It is\n\nhot.", 1):
         said += "".join(event.text for event in parser.feed(character) if isinstance(event, Content))
@@ -62,7 +62,7 @@ def test_arguments_stream_before_they_are_complete(format: str) -> None:
     if isinstance(TOOL_FORMATS[format].call, Python):
         text = text.replace("city=", "unit='c', city=")
     half = text[: text.index("Bonn") + 2]
-    parser = tool_parser(TOOL_FORMATS[format], SCHEMAS)
+    parser = tool_parser(ParserOptions(TOOL_FORMATS[format], SCHEMAS))
     first, *others = [event for character in half for event in parser.feed(character)]
     assert isinstance(first, ToolCall)
     assert (first.index, first.name, first.arguments) == (0, "get_weather", "")
@@ -135,7 +135,7 @@ def tagged_call(format: str, arguments: list[tuple[str, str]], schema: Mapping[s
 
 def read_tagged(format: str, text: str, cuts: list[int] | None = None, schema: Mapping[str, Any] = OBJECT) -> Any:
     def of(chunks: Iterable[str]) -> Any:
-        parser = tool_parser(TOOL_FORMATS[format], {"f": schema})
+        parser = tool_parser(ParserOptions(TOOL_FORMATS[format], {"f": schema}))
         content, _, calls = joined([event for chunk in chunks for event in parser.feed(chunk)] + parser.finish())
         return content, [arguments for _, arguments in calls]
 
@@ -209,31 +209,43 @@ def test_tags_in_a_value_with_its_closing_tag_are_text(format: str) -> None:
         assert (content, json.loads(arguments)) == ("", {"text": value})
 
 
-@pytest.mark.parametrize("is_enforced", [False, True])
-@pytest.mark.parametrize("format", TWO_CALLS)
-def test_a_string_may_contain_every_tag_but_its_closing_one(format: str, is_enforced: bool) -> None:
-    is_raw = isinstance(TOOL_FORMATS[format].call, Tagged | Quoted)
-    for value in values_with_tags(format):
-        text = TWO_CALLS[format].replace("Bonn", value if is_raw else json.dumps(value, ensure_ascii=False)[1:-1])
-        for chunks in ([text], text):
-            parser = OutputFormat(tools=TOOL_FORMATS[format], schemas=SCHEMAS, is_enforced=is_enforced).parser()
-            content, _, calls = joined([event for chunk in chunks for event in parser.feed(chunk)] + parser.finish())
-            assert content == ""
-            assert [(name, json.loads(arguments)) for name, arguments in calls] == [
-                ("get_weather", {"city": value}),
-                ("now", {}),
-            ]
-
-
 def test_a_tag_ends_a_value_where_the_call_needs_another_argument() -> None:
     schema = {"properties": {"city": {"type": "string"}, "state": {"type": "string"}}, "required": ["state"]}
-    text = "<tool_call>\n<function=f>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n</parameter>\n"
+    text = "<tool_call>\n<function=f>\n<parameter=city>\nDallas<parameter=state>TX\n</parameter>\n"
     for more, expected in (
         ("", {"city": "Dallas", "state": "TX"}),
-        ("<parameter=state>\nUT\n</parameter>\n", {"city": "Dallas\n<parameter=state>\nTX", "state": "UT"}),
+        ("<parameter=state>\nUT\n</parameter>\n", {"city": "Dallas<parameter=state>TX", "state": "UT"}),
     ):
         content, (arguments,) = read_tagged("qwen3_coder", f"{text}{more}</function>\n</tool_call>", schema=schema)
         assert (content, json.loads(arguments)) == ("", expected)
+
+
+NOTES: dict[str, Any] = {"properties": {key: {"type": "string"} for key in ("a", "b", "c")}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("format", TAGGED)
+def test_a_line_ends_a_text_that_is_not_closed(format: str) -> None:
+    """The line opens an argument that the call does not have yet, or closes a call before another one."""
+    tags, line = TAGGED[format], "\n" * TAGGED[format].close.endswith("\n")
+    close = tags.close.strip()
+    for between in filter(None, (tags.between, tags.between_json)):
+        for spoilt in (line, f"{line}{line}" if tags.close.startswith("\n") else line, f"{line}{close.upper()}{line}"):
+            call = tagged_call(format, [("a", "foo"), ("c", "x")], NOTES)
+            call = call.replace(tags.close + tags.open, spoilt + tags.open, 1).replace(
+                tags.between + "x", between + "x"
+            )
+            content, (arguments,) = read_tagged(format, call, schema=NOTES)
+            assert (content, {k: v.strip("\n") for k, v in json.loads(arguments).items()}) == (
+                "",
+                {"a": "foo", "c": "x"},
+            )
+    inside = f"foo\n{tags.open}d{tags.between}{line}{tags.open}a{tags.between}{line}see {tags.open}b there"
+    text = tagged_call(format, [("a", inside), ("b", "bar")], NOTES)
+    assert [json.loads(each) for each in read_tagged(format, text, schema=NOTES)[1]] == [{"a": inside, "b": "bar"}]
+    first, second = tagged_call(format, [("a", "foo")], NOTES), tagged_call(format, [("a", "bar")], NOTES)
+    gap = TOOL_FORMATS[format].gap
+    content, calls = read_tagged(format, first.replace(tags.close, line, 1) + gap + second, schema=NOTES)
+    assert (content, [json.loads(each)["a"].strip("\n") for each in calls]) == ("", ["foo", "bar"])
 
 
 @pytest.mark.parametrize("format", TWO_CALLS)
@@ -321,14 +333,14 @@ def test_hidden_markers_vanish_where_they_open_no_call() -> None:
     format = TOOL_FORMATS["mistral"]
     for text in ("a[TOOL_CALLS]b[ARGS]c", "[TOOL_CALLS][{]"):
         for chunks in ([text], text):
-            parser = tool_parser(format, SCHEMAS, hidden=("[TOOL_CALLS]", "[ARGS]"))
+            parser = tool_parser(ParserOptions(format, SCHEMAS, hidden=("[TOOL_CALLS]", "[ARGS]")))
             events = [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
             assert joined(events)[0] == text.replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
 
 
 @pytest.mark.parametrize("format", TWO_CALLS)
 def test_a_hidden_marker_inside_of_a_tag_is_a_part_of_it(format: str) -> None:
-    parser = tool_parser(TOOL_FORMATS[format], SCHEMAS, hidden=TOOL_FORMATS[format].all_markers)
+    parser = tool_parser(ParserOptions(TOOL_FORMATS[format], SCHEMAS, hidden=TOOL_FORMATS[format].all_markers))
     events = [event for character in TWO_CALLS[format] for event in parser.feed(character)] + parser.finish()
     content, _, calls = joined(events)
     assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ("", BOTH)
@@ -366,7 +378,7 @@ def test_an_escaped_quote_may_be_cut(cut_after: int) -> None:
 @pytest.mark.parametrize("format", TWO_CALLS)
 def test_many_opening_tags_are_read_once(format: str) -> None:
     for marker in TOOL_FORMATS[format].markers:
-        parser, count = tool_parser(TOOL_FORMATS[format], SCHEMAS), 0
+        parser, count = tool_parser(ParserOptions(TOOL_FORMATS[format], SCHEMAS)), 0
         take = parser._take_tag
 
         def counted(pattern: Tags, take: Any = take) -> Any:
@@ -409,7 +421,7 @@ def test_a_long_value_is_read_once(format: str, piece: str) -> None:
     opening = f"{tags.open}any{tags.between_json or tags.between}"
     piece = piece.replace("CLOSE", tags.close).replace("OPEN", opening)
     text = tagged_call(format, [("list", '["' + piece * (40_000 // len(piece))), ("any", "1")])
-    parser = tool_parser(TOOL_FORMATS[format], {"f": OBJECT})
+    parser = tool_parser(ParserOptions(TOOL_FORMATS[format], {"f": OBJECT}))
     count = 0
 
     class Counted:

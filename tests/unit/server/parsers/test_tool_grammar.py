@@ -15,10 +15,12 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.server.parsers.argument_types import ANY_TYPE, property_types
 from quire.server.parsers.output_parser import tool_parser
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from quire.server.parsers.tool_calls import ParserOptions
 from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
 from quire.server.text.structured_outputs import _checked_grammar
 from tests.fakes.tokenizers import byte_level
+from tests.unit.server.parsers.mutations import values_with_tags
 from tests.unit.server.parsers.samples import SCHEMAS, TOOLS, TWO_CALLS, joined
 
 THINK = REASONING_FORMATS["qwen3"]
@@ -198,10 +200,37 @@ def test_what_the_grammar_forces_is_what_the_parser_reads(format: str) -> None:
         token = forced[0] if forced else next(i for i, allowed in enumerate(mask) if allowed)
         assert matcher.consume_token(token)
         ids.append(token)
-    parser = tool_parser(TOOL_FORMATS[format], SCHEMAS)
+    parser = tool_parser(ParserOptions(TOOL_FORMATS[format], SCHEMAS))
     text = tokenizer.decode([i for i in ids if i != 2], skip_special_tokens=False)
     content, _, calls = joined(parser.feed(text) + parser.finish())
     assert (content, [(name, json.loads(said)) for name, said in calls]) == ("", [("now", {"n": 7})])
+
+
+@pytest.mark.parametrize("format", TWO_CALLS)
+def test_a_string_may_contain_every_tag_but_its_closing_one(format: str) -> None:
+    """Only a line that opens another argument or closes the call is not written. What may be written is read."""
+    call, rules, refused = TOOL_FORMATS[format].call, grammar(format, "text"), []
+    is_raw = isinstance(call, Tagged | Quoted)
+    for value in values_with_tags(format):
+        text = TWO_CALLS[format].replace("Bonn", value if is_raw else json.dumps(value, ensure_ascii=False)[1:-1])
+        if verdict("text", rules, text) != "yes":
+            refused.append(value)
+            continue
+        for is_enforced in (False, True):
+            for chunks in ([text], text):
+                options = ParserOptions(TOOL_FORMATS[format], SCHEMAS, is_enforced=is_enforced)
+                parser = tool_parser(options)
+                content, _, calls = joined([event for each in chunks for event in parser.feed(each)] + parser.finish())
+                assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == (
+                    "",
+                    [("get_weather", {"city": value}), ("now", {})],
+                )
+    if not isinstance(call, Tagged):
+        assert not refused
+        return
+    close = call.around[2].strip() or TOOL_FORMATS[format].block[2].strip()
+    line = "\n" * call.close.endswith("\n")
+    assert all(f"{line}{close}" in f"\n{value}" or f"{line}{call.open}unit" in f"\n{value}" for value in refused)
 
 
 HARMONY_CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Bonn"}'
@@ -328,7 +357,7 @@ def test_quoted_arguments_follow_the_schema(format: str, call: str, key: str, go
         _checked_grammar(rules, None)  # raises where it would be refused
         check(kind, rules, *calls)
     for written in calls[0]:
-        _, _, ((_, said),) = joined(tool_parser(tool_format, {"f": TREE}).feed(written))
+        _, _, ((_, said),) = joined(tool_parser(ParserOptions(tool_format, {"f": TREE})).feed(written))
         assert [*json.loads(said)] == [key]
 
 
