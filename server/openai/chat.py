@@ -28,16 +28,21 @@ from quire.server.http.request_model import (
 )
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState, MayChooseReplica
+from quire.server.openai.chat_tools import ChatTools
+from quire.server.openai.custom_input import CustomInput
+from quire.server.openai.custom_tools import custom_arguments
 from quire.server.openai.logprobs import TokenNames, prompt_logprobs_object, token_logprobs
 from quire.server.openai.protocol import GenerationRequest
 from quire.server.parsers.events import ToolCall
-from quire.server.text.conversation import ChatTemplateOptions
+from quire.server.text.conversation import ChatTemplateOptions, ParamNames
 from quire.server.text.inputs import ChatInput, GenerationInput
 from quire.server.text.output_processor import TextDelta
 from quire.server.text.tokenizer import Tokenizer
 from quire.server.text.tools import MAX_TOOLS, read_tool_use
 
 router = APIRouter(route_class=BodyRoute)
+
+_TOOL_NAMES = ParamNames(function="", function_parameters=".parameters")
 
 
 class AssistantFunction(MessagePart):
@@ -47,33 +52,31 @@ class AssistantFunction(MessagePart):
     arguments: str | dict[str, Any] | None = None
 
 
+class AssistantCustomTool(MessagePart):
+    """The called custom tool."""
+
+    name: str
+    input: str
+
+
 class AssistantToolCall(MessagePart):
     """A tool call of an earlier answer."""
 
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
     id: str | None = None
-    function: AssistantFunction
+    function: AssistantFunction | None = None
+    custom: AssistantCustomTool | None = None
+    """For type `custom`."""
+
+    def check_fields(self, param: str = "") -> set[str]:
+        """See `RequestModel`. Also checks that the field for the type is there."""
+        if getattr(self, self.type) is None:
+            raise InvalidParameter(f"{param}{self.type} is missing", f"{param}{self.type}")
+        return super().check_fields(param)
 
 
 class _TextPart(MessagePart):
     text: str
-
-
-class _Function(MessagePart):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _Tool(MessagePart):
-    function: _Function
-
-
-def _is_hosted(tool: Mapping[str, Any]) -> bool:
-    """Return whether OpenAI's servers would run the tool. It is an offer, so the model can do without it."""
-    kind = tool.get("type")
-    return isinstance(kind, str) and kind not in ("function", "custom")
 
 
 class ChatMessage(MessagePart):
@@ -111,6 +114,11 @@ class ChatMessage(MessagePart):
     def shown(self) -> dict[str, Any]:
         """The fields for the chat template, without the ignored ones."""
         fields: dict[str, Any] = self.model_dump(exclude_none=True, include=_SHOWN)
+        for call in fields.get("tool_calls", ()):
+            custom = call.pop("custom", None)
+            if call["type"] == "custom":
+                arguments = custom_arguments(custom["input"])
+                call |= {"type": "function", "function": {"name": custom["name"], "arguments": arguments}}
         if (call := fields.pop("function_call", None)) is not None:
             fields.setdefault("tool_calls", [{"type": "function", "function": call}])
         if self.role == "function":
@@ -119,7 +127,9 @@ class ChatMessage(MessagePart):
 
 
 _SHOWN: Any = dict.fromkeys(ChatMessage.model_fields, True) | {
-    "tool_calls": {"__all__": {"type": True, "id": True, "function": {"name", "arguments"}}},
+    "tool_calls": {
+        "__all__": {"type": True, "id": True, "function": {"name", "arguments"}, "custom": {"name", "input"}}
+    },
     "function_call": {"name", "arguments"},
 }
 
@@ -159,7 +169,9 @@ class ChatRequest(GenerationRequest):
     echo: bool | None = None
     """vLLM extension: start the answer with the last message, if that is the assistant's."""
     tools: list[dict[str, Any]] | None = None
-    """Functions. The arguments follow the schema if the function is `strict`, required or named by `tool_choice`."""
+    """Functions and custom tools. The arguments follow the schema if the function is `strict`, required or named by
+    `tool_choice`; the input of a custom tool follows its `format`.
+    """
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
@@ -208,11 +220,7 @@ class ChatRequest(GenerationRequest):
                 raise InvalidParameter(f"messages[{at}].content is missing", f"messages[{at}].content")
             for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
                 variant({"text": _TextPart}, part, f"messages[{at}].content[{index}]", ignored)
-        for at, tool in enumerate(self.tools or ()):
-            if _is_hosted(tool):
-                ignored.add(f"tools[{at}].type={tool['type']}")
-            else:
-                variant({"function": _Tool}, tool, f"tools[{at}]", ignored)
+        ChatTools(self.tools or (), ignored)
         return ignored
 
     @property
@@ -235,11 +243,12 @@ class ChatRequest(GenerationRequest):
             add_special_tokens=bool(self.add_special_tokens),
         )
         max_calls = 1 if self.parallel_tool_calls is False else self.max_tool_calls
-        tools = [tool for tool in self.tools or () if not _is_hosted(tool)]
+        tools = ChatTools(self.tools or (), set())
+        choice = tools.choice(self.tool_choice)
         return ChatInput(
             messages=[message.shown() for message in self.messages],
-            tools=tools,
-            tool_use=read_tool_use(tools, self.tool_choice, max_calls),
+            tools=tools.functions,
+            tool_use=read_tool_use(tools.functions, choice, max_calls, _TOOL_NAMES, tools.params, tools.grammars),
             template=template,
             shows_reasoning=self.include_reasoning is not False,
             thinking_budget=self.thinking_token_budget,
@@ -256,7 +265,9 @@ class ChatRequest(GenerationRequest):
         options = self.request_options(logprobs="top_logprobs")
         given = await processor.process_chat(self.chat_input(), params, options)
         last = self.messages[-1]
-        return replace(given, echo=last.text) if self.echo and last.role == "assistant" else given
+        echo = last.text if self.echo and last.role == "assistant" else ""
+        custom = (tool["custom"]["name"] for tool in self.tools or () if tool["type"] == "custom")
+        return replace(given, echo=echo, custom_tools=frozenset(custom))
 
 
 @router.post("/v1/chat/completions", dependencies=[MayChooseReplica])
@@ -289,6 +300,9 @@ class _ChatFormatter:
         self._prompt = given.prompts[0]
         self._prompt_top = given.params.prompt_logprobs
         self.returns_token_ids = bool(body.return_token_ids)
+        self._custom_tools = given.custom_tools
+        self._inputs: dict[tuple[int, int], CustomInput] = {}
+        """The inputs of custom tools that are being streamed, by index of the choice and of the call."""
 
     def top_level_fields(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
         found: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None} if sequences else {}
@@ -307,16 +321,33 @@ class _ChatFormatter:
         }
 
     def chunk_choice(self, delta: TextDelta) -> dict[str, Any]:
-        return self._choice(delta, "delta", _message_fields(delta))
+        fields = _message_fields(delta)
+        pieces = [{"index": call.index, **piece} for call in delta.tool_calls if (piece := self._piece(delta, call))]
+        return self._choice(delta, "delta", fields | {"tool_calls": pieces} if pieces else fields)
 
     def whole_choice(self, delta: TextDelta) -> dict[str, Any]:
-        message = _message_fields(delta) or {"content": ""}  # null only if there are tool calls or reasoning
+        message = _message_fields(delta)
+        if not message and not delta.tool_calls:
+            message["content"] = ""  # null only if there are tool calls or reasoning
         if self._echo:
             message["content"] = self._echo + delta.text
         if delta.tool_calls:
-            message["tool_calls"] = [_call(call) for call in delta.tool_calls]
+            message["tool_calls"] = [self._piece(delta, call) for call in delta.tool_calls]
         nothing = {"role": "assistant", "content": None, "refusal": None, "reasoning": None}
         return {"token_ids": None} | self._choice(delta, "message", nothing | message)
+
+    def _piece(self, delta: TextDelta, call: ToolCall) -> dict[str, Any] | None:
+        """A call or the next piece of one; None if there is nothing to tell yet."""
+        key = delta.index, call.index
+        if call.name in self._custom_tools:
+            self._inputs[key] = CustomInput()
+        if (read := self._inputs.get(key)) is None:
+            kind, field, text = "function", "arguments", call.arguments
+        else:
+            kind, field, text = "custom", "input", read.feed(call.arguments)
+        if call.id is not None:
+            return {"id": call.id, "type": kind, kind: {"name": call.name, field: text}}
+        return {kind: {field: text}} if text or read is None else None
 
     def _choice(self, delta: TextDelta, name: str, message: dict[str, Any]) -> dict[str, Any]:
         choice = {
@@ -341,12 +372,4 @@ def _message_fields(delta: TextDelta) -> dict[str, Any]:
         fields["reasoning_content"] = fields["reasoning"] = delta.reasoning
     if delta.text:
         fields["content"] = delta.text
-    if delta.tool_calls:
-        fields["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.tool_calls]
     return fields
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    if call.id is None:
-        return {"function": {"arguments": call.arguments}}
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -12,8 +12,8 @@ import msgspec
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.errors import ResponseNotFound
 from quire.server.http.request_model import LABEL, ExtraField, MessagePart, variant
+from quire.server.openai.custom_tools import custom_arguments
 from quire.server.openai.responses_tools import CalledTool, ResponseTools
-from quire.server.parsers.input_grammar import INPUT
 from quire.server.text.conversation import Message
 from quire.server.text.input_processor import InputProcessor
 
@@ -231,7 +231,7 @@ class InputTurns:
                 self._call(item.call_id, CalledTool("function", item.name, item.namespace), item.arguments)
             case _CustomToolCallItem():
                 tool = CalledTool("custom", item.name, item.namespace)
-                self._call(item.call_id, tool, _json({INPUT: item.input}))
+                self._call(item.call_id, tool, custom_arguments(item.input))
             case _LocalShellCallItem():
                 arguments = {name: value for name, value in item.action.items() if name != "type" and value}
                 self._call(item.call_id, CalledTool("local_shell", "local_shell"), _json(arguments))

@@ -18,14 +18,12 @@ import pydantic_core
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.request_model import ExtraField, MessagePart, RequestModel, hint, rejected, variant
 from quire.server.openai.custom_input import custom_input
-from quire.server.parsers.input_grammar import INPUT, InputGrammar
-from quire.server.text.patterns import rewritten
+from quire.server.openai.custom_tools import custom_function
+from quire.server.parsers.input_grammar import InputGrammar
 
 _MAX_NAME = 64
 """Characters of a function's name."""
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_.-]")
-_FLAGS = re.compile(r"(?:\(\?[a-z]*(?:-[a-z]+)?\))*")
-"""The flags at the beginning of a regular expression."""
 
 Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
 
@@ -283,7 +281,10 @@ class ResponseTools:
                 fields = read.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
                 self._function(CalledTool("function", read.name, namespace), fields, param, is_loaded)
             case _CustomTool():
-                fields, grammar = _custom_function(read, param)
+                format = _checked(read.format or _ToolFormat(type="text"), f"{param}.format")
+                fields, grammar = custom_function(
+                    read.description, format.syntax, format.definition or "", f"{param}.format.definition"
+                )
                 name = self._function(CalledTool("custom", read.name, namespace), fields, param, is_loaded)
                 if name is not None and grammar is not None:
                     self.grammars[name] = grammar
@@ -325,42 +326,13 @@ def _shortened(name: str, tool: CalledTool) -> str:
     return f"{name[: _MAX_NAME - 9]}_{digest}"
 
 
-def _custom_function(tool: _CustomTool, param: str) -> tuple[dict[str, Any], InputGrammar | None]:
-    """The fields of the function for a custom tool, and its grammar in Lark's notation."""
-    text, grammar = {"type": "string", "description": "The whole input of the tool, as text."}, None
-    format = tool.format or _ToolFormat(type="text")
-    for name in ("syntax", "definition") if format.type == "text" else ():
-        if getattr(format, name) is not None:
-            raise InvalidParameter(f"{param}.format.{name} requires type grammar", f"{param}.format.{name}")
-    if format.type == "grammar":
-        for name in ("syntax", "definition"):
-            if getattr(format, name) is None:
-                raise InvalidParameter(f"{param}.format.{name} is missing", f"{param}.format.{name}")
-        assert format.definition is not None
-        if format.syntax == "lark":
-            grammar = InputGrammar(format.definition, f"{param}.format.definition")
-            text["description"] += f" It must match this grammar:\n{format.definition}"
-        else:
-            text["pattern"] = _whole_pattern(format.definition, f"{param}.format.definition")
-    fields: dict[str, Any] = {"parameters": _arguments({INPUT: text})}
-    if tool.description is not None:
-        fields = {"description": tool.description, **fields}
-    return {**fields, "strict": True} if format.type == "grammar" else fields, grammar
-
-
-def _whole_pattern(definition: str, param: str) -> str:
-    """A regular expression for texts that match this one as a whole; raises `InvalidParameter` for one that cannot be
-    enforced, alone or as this.
-    """
-    flags = _FLAGS.match(definition)
-    assert flags is not None
-    whole = f"{flags[0]}^(?:{definition[flags.end() :]})$"
-    try:
-        for pattern in (definition, whole):
-            rewritten(pattern)
-    except ValueError as error:
-        raise InvalidParameter(f"{param}: the regular expression {error}", param) from None
-    return whole
+def _checked(format: _ToolFormat, param: str) -> _ToolFormat:
+    for name in ("syntax", "definition"):
+        is_given = getattr(format, name) is not None
+        if is_given != (format.type == "grammar"):
+            problem = "requires type grammar" if is_given else "is missing"
+            raise InvalidParameter(f"{param}.{name} {problem}", f"{param}.{name}")
+    return format
 
 
 def _read(arguments: str) -> dict[str, Any]:

@@ -111,6 +111,8 @@ class GenerationInput:
     """The format of the generated text; None: it is plain text."""
     echo: str = ""
     """Text to put before a chat's answer."""
+    custom_tools: frozenset[str] = frozenset()
+    """The functions that a chat's client knows as custom tools."""
     length_penalty: float | None = None
     """Find the `n` sequences by beam search with this length penalty; None: by sampling."""
     priority: int = 0

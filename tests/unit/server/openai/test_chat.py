@@ -331,7 +331,7 @@ def test_the_servers_template_variables_are_checked_before_the_model_is_loaded()
 
 async def test_what_is_wrong_is_named(server: Server) -> None:
     for body, param in (
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "custom": {"name": 5}}]}, "tools[0].custom.name"),
         ({"max_tokens": 0, "echo": True}, "max_tokens"),
         ({"think": "low", "reasoning_effort": "high"}, "think"),
         ({"repeat_penalty": 1.2, "repeat_last_n": 64}, "repeat_last_n"),
