@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from quire.server.parsers.text_grammar import pattern, quoted
@@ -55,6 +56,8 @@ _DEFINITION = re.compile(r"^[ \t]*[?!]*(_?[A-Za-z][\w-]*)(\.-?\d+)?[ \t]*(?=[:\[
 _IMPORT = re.compile(
     r"^[ \t]*%import[ \t]+common(?:\.(\w+)(?:[ \t]*->[ \t]*(\w+))?|[ \t]*\(([\w\s,]*)\))[ \t]*$", re.MULTILINE
 )
+_ALIAS = re.compile(r"->[ \t]*_?[A-Za-z]\w*(?=[ \t]*(?:$|\|))", re.MULTILINE)
+"""The name of an alternative, which has no effect."""
 
 INPUT = "input"
 """The name of a custom tool's only argument."""
@@ -91,6 +94,45 @@ def _check(grammar: str) -> None:
     for found in _DEFINITION.finditer(grammar):
         if grammar[found.end()] != ":":
             raise ValueError(f"{found[1]}: options of a rule are not supported in a tool's grammar")
+
+
+def as_terminals(grammar: str, prefix: str) -> tuple[str, list[str]]:
+    """Return a terminal for the texts of a grammar, which has a rule `start`, and the rules that define it.
+
+    A terminal can be combined with others. Rules become terminals, so they may not refer to themselves. Names begin
+    with `prefix`. Raises ValueError for what cannot be enforced.
+    """
+    _check(grammar)
+    grammar = _TOKEN.sub(lambda token: "" if token.lastgroup == "comment" else token[0], grammar)
+    names: dict[str, str] = {}
+    rules: list[str] = []
+    for found in _IMPORT.finditer(grammar):
+        for name in [found[1]] if found[1] else found[3].replace(",", " ").split():
+            own = names[found[2] or name] = f"{prefix}_{len(names)}"
+            rules.append(f"%import common.{name} -> {own}")
+    grammar = _IMPORT.sub("", grammar)
+    begins = [*_DEFINITION.finditer(grammar)]
+    names |= {found[1]: f"{prefix}_{at}" for at, found in enumerate(begins, len(names))}
+    users: dict[str, set[str]] = {}
+    for found, end in zip(begins, [*(found.start() for found in begins[1:]), len(grammar)], strict=True):
+        users[found[1]], body = set(), list[str]()
+        for token in _TOKEN.finditer(_ALIAS.sub("", grammar[found.end() : end])):
+            if token.lastgroup == "directive":
+                raise ValueError(f"{token[0]} is not supported, as this model's tool calls have texts without quotes")
+            if token.lastgroup == "name":
+                users[found[1]].add(token[0])
+            body.append(names[token[0]] if token[0] in names else token[0])
+        rules.append(f"{names[found[1]]}{''.join(body).rstrip()}")
+    try:
+        TopologicalSorter(users).prepare()
+    except CycleError as error:
+        raise ValueError(
+            f"{error.args[1][0]} refers to itself, which is not supported, as this model's tool calls have texts "
+            "without quotes; use a regex"
+        ) from None
+    if "start" not in names:
+        raise ValueError("the rule start is missing")
+    return names["start"], rules
 
 
 def _without(grammar: str, end: str) -> str:

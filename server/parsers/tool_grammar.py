@@ -15,7 +15,7 @@ from typing import Any
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.parsers.argument_types import TEXT, property_names, types_of
 from quire.server.parsers.incremental import any_of
-from quire.server.parsers.input_grammar import INPUT, InputGrammar, embedded
+from quire.server.parsers.input_grammar import INPUT, InputGrammar, as_terminals, embedded
 from quire.server.parsers.quoted_grammar import QuotedGrammar
 from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat
 from quire.server.parsers.text_grammar import definitions, narrowed, pattern, quoted, selections, text_terminal
@@ -195,7 +195,12 @@ class _GrammarText:
             end = end.strip()
         elif end in self._tokens:
             end = None
-        elif end is not None:  # a lexeme of the grammar could include its beginning
+        elif isinstance(tags := self._format.call, Tagged):  # a lexeme of the grammar could include its beginning
+            terminal, rules = as_terminals(grammar, rule.upper())
+            self.rules += rules
+            text = self._raw(rule, f"{terminal} & ~/(.|\\n)*{pattern(tags.close.strip())}(.|\\n)*/", tags)
+            return f"{self.literal(before)} {text}"
+        elif end is not None:
             raise ValueError(f"this model's tool calls allow no grammar of a text, as {end!r} ends it; use a regex")
         self.rules.append(f"{rule}: {embedded(grammar, end, as_json=not is_text)}")
         return f"{self.literal(before)} {rule} {self.literal(after)}"

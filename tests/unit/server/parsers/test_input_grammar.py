@@ -10,7 +10,7 @@ import pytest
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.openai.custom_input import custom_input
-from quire.server.parsers.input_grammar import InputGrammar, embedded
+from quire.server.parsers.input_grammar import InputGrammar, as_terminals, embedded
 from quire.server.parsers.output_parser import tool_parser
 from quire.server.parsers.tool_calls import ParserOptions
 from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Quoted, Tagged
@@ -55,7 +55,7 @@ def as_json(lark: str) -> str:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_json_allows_the_same_texts(name: str) -> None:
+def test_json_and_terminals_allow_the_same_texts(name: str) -> None:
     lark, alphabet = GRAMMARS[name]
     quoted, choose = as_json(lark), random.Random(name)
     texts = ["".join(text) for length in range(4) for text in product(alphabet, repeat=length)]
@@ -75,6 +75,10 @@ def test_json_allows_the_same_texts(name: str) -> None:
     ]
     allowed = [verdict("text", lark, text) == "yes" for text in texts]
     assert {*allowed} == {True, False}
+    if name != "ignored":
+        terminal, rules = as_terminals(lark, "T")
+        as_terminal = "\n".join((f"start: {terminal}", *rules))
+        assert [verdict("text", as_terminal, text) == "yes" for text in texts] == allowed
     for text, is_allowed in zip(texts, allowed, strict=True):
         assert (verdict("text", quoted, json.dumps(text, ensure_ascii=False)) == "yes") == is_allowed, text
 
@@ -99,6 +103,7 @@ def call(format: str, text: str) -> str:
 TOOL = GrammarTool("f", {"type": "object", "properties": {"input": {"type": "string"}}}, True, InputGrammar(PATCH, "p"))
 SPELLED = [("hermes", "text"), ("hermes", "special"), ("mistral", "text"), ("kimi_k2", "special"), ("lfm2", "text")]
 SPELLED += [("openai", "special"), ("qwen3_coder", "text"), ("qwen3_coder", "special"), ("glm45", "special")]
+SPELLED += [("seed_oss", "text"), ("minimax_m2", "text"), ("step3", "special"), ("deepseek_v32", "special")]
 SPELLED += [("gemma4", "special"), ("llama3_json", "text")]
 
 
@@ -115,17 +120,29 @@ def test_calls_of_every_kind_follow_it(format: str, kind: str) -> None:
         assert custom_input("".join(getattr(event, "arguments", "") for event in events)) == LINES
 
 
-def test_the_end_of_an_argument_is_not_part_of_it() -> None:
-    held = grammar("qwen3_coder", "text", [TOOL], several=False)
-    assert verdict("text", held, call("qwen3_coder", LINES.replace("+y", "+<b></b>"))) == "yes"
-    assert verdict("text", held, call("qwen3_coder", LINES.replace("+y", "+</parameter>y"))) == "no"
+@pytest.mark.parametrize("format", ["qwen3_coder", "seed_oss", "minimax_m2"])
+def test_the_end_of_an_argument_is_not_part_of_it(format: str) -> None:
+    held = grammar(format, "text", [TOOL], several=False)
+    for line in ("+<b></b>", "+</parameter", "+</para</parameters>"):
+        assert verdict("text", held, call(format, LINES.replace("+y", line))) == "yes"
+    assert verdict("text", held, call(format, LINES.replace("+y", "+</parameter>y"))) == "no"
+
+
+def test_what_cannot_become_a_terminal_is_refused() -> None:
+    for lark, named in (
+        ("start: a?\na: /x/ start", "refers to itself"),
+        ('start: "a"\n%ignore " "', "%ignore"),
+        ('begin: "a"', "start is missing"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            as_terminals(lark, "T")
     with pytest.raises(ValueError, match="ends the arguments"):
         embedded('start: "a</parameter>"', "</parameter>", as_json=False)
 
 
 @pytest.mark.parametrize(
     ("format", "kind", "options"),
-    [("seed_oss", "text", {}), ("gemma4", "text", {}), ("llama3_json", "text", {"required": False, "answer": {}})],
+    [("gemma4", "text", {}), ("llama3_json", "text", {"required": False, "answer": {}})],
 )
 def test_a_format_that_cannot_hold_it_is_refused(format: str, kind: str, options: dict[str, object]) -> None:
     with pytest.raises(InvalidParameter) as error:
