@@ -68,14 +68,14 @@ class ChatTools:
                 tool = self._function(read.custom, f"tools[{at}].custom")
             self.functions.append(tool)
 
-    def choice(self, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    def choice(self, choice: Any) -> str | dict[str, Any] | None:
         """Convert the request's `tool_choice` to one that has only functions; raises `InvalidParameter`."""
         match choice:
-            case {"type": "allowed_tools", "allowed_tools": {"tools": [*tools]} as allowed}:
-                return {**choice, "allowed_tools": {**allowed, "tools": [*map(self._chosen, tools)]}}
-            case dict():
-                return self._chosen(choice)
-        return choice
+            case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}:
+                allowed = {"mode": mode, "tools": [*map(self._chosen, tools)]}
+                return {"type": "allowed_tools", "allowed_tools": allowed}
+        chosen: str | dict[str, Any] | None = self._chosen(choice)
+        return chosen
 
     def _function(self, tool: _Custom, param: str) -> dict[str, Any]:
         format = tool.format or _Format(type="text")
