@@ -220,6 +220,23 @@ def test_a_tag_ends_a_value_where_the_call_needs_another_argument() -> None:
         assert (content, json.loads(arguments)) == ("", expected)
 
 
+@pytest.mark.parametrize("format", ["functiongemma", "gemma4"])
+def test_a_misspelt_quote_ends_a_text_before_another_argument_or_call(format: str) -> None:
+    quote, again = ("<escape>", "<ESCAPE>") if format == "functiongemma" else ('<|"|>', '<|"| >')
+    begin = TOOL_FORMATS[format].block[0]
+    call = TWO_CALLS[format].split(f"{begin}call:now")[0]
+    first = call.replace(f"Bonn{quote}", f"Bonn{again}")
+    unit = call.replace(f"Bonn{quote}", f"Bonn{again},unit:{quote}c{quote}")
+    inside = call.replace("Bonn", f"{again}, or unit")
+    for text, expected in (
+        (unit, [{"city": "Bonn", "unit": "c"}]),
+        (first + call, [{"city": "Bonn"}] * 2),
+        (inside, [{"city": f"{again}, or unit"}]),
+    ):
+        content, calls = read(format, text)
+        assert (content, [json.loads(arguments) for _, arguments in calls]) == ("", expected)
+
+
 NOTES: dict[str, Any] = {"properties": {key: {"type": "string"} for key in ("a", "b", "c")}, "required": ["a"]}
 
 
