@@ -230,6 +230,8 @@ def test_a_string_may_contain_every_tag_but_its_closing_one(format: str) -> None
         return
     close = call.around[2].strip() or TOOL_FORMATS[format].block[2].strip()
     line = "\n" * call.close.endswith("\n")
+    tag = f"{call.open}unit{call.between.rstrip()}"
+    assert verdict("text", rules, TWO_CALLS[format].replace("Bonn", f"x{line}{tag}{line}y")) == "no"
     assert all(f"{line}{close}" in f"\n{value}" or f"{line}{call.open}unit" in f"\n{value}" for value in refused)
 
 
