@@ -59,9 +59,8 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
     )
     routers = [each.router for each in families]
     for router in routers:
-        app.include_router(router)
-    routes = [route for router in routers for route in router.routes]
-    state.routes = [route for route in routes if isinstance(route, BodyRoute)]
+        app.router.routes += router.routes  # `include_router` would build each one again for each application
+    state.routes = [route for route in app.routes if isinstance(route, BodyRoute)]
     errors.install(app)
     if options is not None:
         state.drain_seconds = options.drain_seconds()
@@ -76,12 +75,11 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
             open_paths |= page.add_page(app)
         if options.public_metrics:
             open_paths.add("/metrics")
-        routes = [*routes, *page.router.routes, *app.routes]
-        state.keys = _add_front(app, options, open_paths, None if tracing is None else (tracing, routes))
+        state.keys = _add_front(app, options, open_paths, None if tracing is None else (tracing, app.routes))
         if state.keys is not None and state.keys.file is not None:
             state.watched_files.append(state.keys.file)
         recorder = Recorder(state.frontend.metrics.http, options)
-        app.front = partial(AccessMiddleware, recorder=recorder, routes=routes, root_path=options.root_path)
+        app.front = partial(AccessMiddleware, recorder=recorder, routes=app.routes, root_path=options.root_path)
     return app
 
 

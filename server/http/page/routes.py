@@ -59,7 +59,7 @@ _NO_SNIFF = {"X-Content-Type-Options": "nosniff"}
 
 def add_page(app: FastAPI) -> set[str]:
     """Add the page, at `/` only if that is free. Returns its paths, which need no API key; "" redirects to `/`."""
-    app.include_router(router)
+    app.router.routes += router.routes
     paths = {"/ui", *(f"/ui/files/{name}" for name in _files())}
     if in_process.serves(app, "GET", "/"):
         return paths
