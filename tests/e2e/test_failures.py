@@ -234,25 +234,20 @@ def named_shared_memory(family: list[psutil.Process]) -> set[str]:
     return {path for path in mapped | opened if path.startswith("/dev/shm/") and Path(path).exists()}
 
 
-def test_nothing_outlives_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Its last process removes its folder, also if the first one was killed."""
-    folder = tmp_path_factory.mktemp("t")
-    monkeypatch.setenv("TMPDIR", str(folder))
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        with serve("-tp", "2") as server:
-            family = server.family()
-            assert len(family) >= 4
-            assert len(list(folder.iterdir())) == 1
-            assert not named_shared_memory(family)
-            server.process.send_signal(number)
-            assert server.process.wait(30) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-            assert not psutil.wait_procs(family, timeout=30)[1]
-            assert not list(folder.iterdir())
-
-
-def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_server_leaves_nothing_and_imports_nothing_from_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its last process removes its folder. After SIGTERM: tests/integration/server/cli/test_serve.py."""
+    folder, current = tmp_path_factory.mktemp("t"), tmp_path_factory.mktemp("current")
     for name in ("numpy", "torch", "msgspec"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
-    monkeypatch.chdir(tmp_path)
-    with serve("-tp", "2") as server:
-        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        (current / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    with serve("-tp", "2", cwd=current) as server:
+        family = server.family()
+        assert len(family) >= 4
+        assert len(list(folder.iterdir())) == 1
+        assert not named_shared_memory(family)
+        server.process.kill()
+        assert server.process.wait(30) == -signal.SIGKILL
+        assert not psutil.wait_procs(family, timeout=30)[1]
+        assert not list(folder.iterdir())
