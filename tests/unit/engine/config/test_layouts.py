@@ -169,7 +169,7 @@ def test_what_cannot_be_planned_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODEL_CONFIGS)
 def test_a_better_machine_is_never_slower(name: str, tmp_path: Path) -> None:
     _, machine, fits, _ = find(tmp_path, name, "4xH200" if name != "DeepSeek R1" else "8xH200", nodes=2)
-    device, network = machine.device, machine.network
+    device, network, step = machine.device, machine.network, max(1, len(fits) // 8)
     for better in (
         replace(machine, device=replace(device, bandwidth=2 * device.bandwidth)),
         replace(machine, device=replace(device, flops={bits: 2 * peak for bits, peak in device.flops.items()})),
@@ -177,7 +177,7 @@ def test_a_better_machine_is_never_slower(name: str, tmp_path: Path) -> None:
         replace(machine, network=replace(network, bandwidth=2 * network.bandwidth, latency=Latency(0.0, 0.0))),
     ):
         faster = 0
-        for layout in fits:
+        for layout in fits[::step]:
             before, after = layout.estimate, estimate(layout.config, better, layout.estimate.input_len)
             assert after.tokens_per_second >= before.tokens_per_second
             assert after.tokens_per_second_one >= before.tokens_per_second_one
