@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import openai
 import pytest
+import pytest_asyncio
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
@@ -16,15 +17,17 @@ from tests.fakes.api_server import Server, run_server
 
 MOST = 96
 """Tokens of a sequence that there is memory for."""
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 REASON = r"out of memory on cpu in a step of .*; lower --max-num-batched-tokens, --max-num-seqs"
 
 
-@pytest.fixture
-async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
-    monkeypatch.setattr(engine_manager, "start_core", lambda args, folder: scarce_core.start(args, folder, MOST))
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[Server]:
     options = EngineOptions(device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_memory_bytes=1 << 24)
-    async with run_server(resolve(options)) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_manager, "start_core", lambda args, folder: scarce_core.start(args, folder, MOST))
+        async with run_server(resolve(options)) as running:
+            yield running
 
 
 async def complete(server: Server, length: int, max_tokens: int) -> openai.types.Completion:
