@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,15 @@ def test_parts_are_chosen_by_the_lines_that_touch_them_within_the_budget() -> No
     assert left_out == ["image", "arm"]
     assert parts.choose(changes, seconds | {"hosts": 600.0}, 120) == (["ray", "wheel"], ["hosts", "image", "arm"])
     assert parts.choose({"README.md": 1}, seconds, 180) == ([], [])
+
+
+def test_a_file_that_was_not_measured_counts_like_the_median(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = dict.fromkeys(("a", "b", "c"), {"test_it": [2, 40.0], "test_that": [1, 20.0]}) | {"d": {"test_it": [1, 90]}}
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "seconds.json").write_text(json.dumps({"slow": names}))
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    monkeypatch.setattr(parts, "PARTS", {"new": parts.Part(["a", "new"], []), "long": parts.Part(["d", "new"], [])})
+    assert parts.seconds_of_parts() == {"new": 60.0, "long": 90.0}
 
 
 def test_an_unknown_part_is_refused_with_the_names_there_are() -> None:
