@@ -127,7 +127,8 @@ def test_parts_are_chosen_by_the_lines_that_touch_them_within_the_budget() -> No
 
 
 def test_a_file_that_was_not_measured_counts_like_the_median(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = dict.fromkeys(("a", "b", "c"), {"test_it": [2, 40.0], "test_that": [1, 20.0]}) | {"d": {"test_it": [1, 90]}}
+    usual = {"test_it": [2, 40.0], "test_that": [1, 20.0]}
+    names = {"a": usual, "b": usual, "c": usual, "d": {"test_it": [1, 90.0]}}
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "seconds.json").write_text(json.dumps({"slow": names}))
     monkeypatch.setattr(parts, "ROOT", tmp_path)

@@ -319,11 +319,17 @@ def test_auto_serves_what_plan_prints(model_folder: Path, capsys: pytest.Capture
     assert f"  {tokens[1]}  " in printed
 
 
-def test_serve_answers_and_stops_on_a_signal(model_folder: Path) -> None:
+def test_serve_answers_and_stops_on_a_signal(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """And removes its folder. After SIGKILL: tests/e2e/test_failures.py."""
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(folder))
     flags = ("--port", "0", "--shutdown-timeout", "0.2", "--served-model-name", "echo", "alias")
     with running(model_folder, *flags) as (process, url):
         assert httpx.get(f"{url}/health").status_code == 200
         assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["echo", "alias"]
+        assert len(list(folder.iterdir())) == 1
         body = {"model": "alias", "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
         assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
         with httpx.stream(
@@ -335,6 +341,7 @@ def test_serve_answers_and_stops_on_a_signal(model_folder: Path) -> None:
     assert process.returncode == 0, err
     assert "requests at the full length of 128" in out
     assert "Traceback" not in err
+    assert not list(folder.iterdir())
 
 
 def test_running_requests_finish_after_sigterm(model_folder: Path) -> None:
