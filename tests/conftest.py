@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -36,9 +34,6 @@ OF_SLOW_TESTS = {
 collect_ignore = [file for file, package in OF_SLOW_TESTS.items() if find_spec(package) is None]
 """Files with slow tests only. Without the packages that `scripts/setup ci` installs they cannot be imported."""
 
-SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
-"""In files with slow tests only."""
-
 NAMESPACES = {f"tests/e2e/test_{name}.py" for name in ("doctor", "namespaces", "nodes", "ray", "replicas")}
 
 
@@ -50,16 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["QUIRE_PACKED_CACHE"] = tempfile.mkdtemp(prefix="quire-test-packed-")
     # A shell without job control makes background processes ignore Ctrl-C, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files of which no test would run, unless they are named: their imports take seconds."""
-    expression, name = config.option.markexpr, collection_path.name
-    if name == "gpu" and "not gpu" in expression:
-        return True
-    if not name.startswith("test_") or "not slow" not in expression or any(name in each for each in config.args):
-        return None
-    return True if SLOW.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 @pytest.hookimpl(wrapper=True)
