@@ -22,11 +22,15 @@ import numpy.typing as npt
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.repository import tokenizer_files
+from quire.engine.scheduler.unique_items import MARK, TokenTexts, UniqueItems
+from quire.engine.scheduler.unique_places import Place, places_of, without_unique_items
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 Words = npt.NDArray[np.int32]
+Roots = dict[str, Place | None]
+"""The places of `UniqueItems`; empty if no array's items must be unique."""
 
 JSON_OPTIONS: dict[str, Any] = {
     "whitespace_pattern": r" |\n[ \t]{0,32}",
@@ -63,6 +67,11 @@ _MAX_FORCED = 2**16
 bytes forces millions of tokens (`T{300}`, where T is `/x{30000}/`), which takes seconds."""
 
 
+JSON_MARK = re.compile(r"\bmark_([0-9]+) \Z")
+"""What `json_mark` says, at the end of the text before a schema's `%json`."""
+_MARKED_JSON = re.compile(r"\bmark_([0-9]+) %json (?=\{)")
+
+
 class GrammarError(ValueError):
     """A grammar that cannot be compiled, or that allows no next token. The message is for the client."""
 
@@ -70,9 +79,17 @@ class GrammarError(ValueError):
 class Grammar:
     """The state of one output in its grammar. Not thread-safe."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos: Words, on_error: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        unique_items: UniqueItems | None,
+        vocab_size: int,
+        eos: Words,
+        on_error: Callable[[], None],
+    ) -> None:
         """`on_error` is called when the matcher fails."""
         self._matcher = matcher
+        self._unique_items = unique_items
         self._on_error = on_error
         self._vocab_size = vocab_size
         self._eos = eos
@@ -84,8 +101,24 @@ class Grammar:
 
     def advance(self, token_ids: list[int]) -> None:
         """Advance by these tokens; raises `GrammarError` if the grammar does not allow them."""
-        if not self._matcher.consume_tokens(token_ids):
-            raise self._error()
+        if self._unique_items is None:
+            if not self._matcher.consume_tokens(token_ids):
+                raise self._error()
+            return
+        for token_id in token_ids:
+            if not self._matcher.consume_token(token_id):
+                raise self._error()
+            try:
+                is_alive = self._unique_items.advance(token_id, self._matcher)
+            except ValueError as error:
+                raise GrammarError(str(error)) from None
+            if not is_alive:
+                raise GrammarError("an array whose items must be unique repeats an item")
+
+    def restrict(self, mask: Words) -> None:
+        """Remove tokens from the matcher's mask, `[words]`, that the matcher allows but that repeat items."""
+        if self._unique_items is not None and not self._matcher.is_error():
+            self._unique_items.restrict(mask, self._matcher)
 
     def forced_tokens(self) -> list[int]:
         """Return the next tokens if the grammar allows only one continuation, tokenized canonically.
@@ -138,24 +171,31 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
-        self._compiled: OrderedDict[tuple[str, int], LLMatcher] = OrderedDict()
+        self._texts: TokenTexts | None = None
+        self._compiled: OrderedDict[tuple[str, int, str], tuple[LLMatcher, Roots]] = OrderedDict()
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
         """Return the grammar in its initial state. Raises `GrammarError` if it is invalid or its first step fails."""
-        key = _to_llguidance(outputs), _max_row(outputs)
+        outputs, unique = _without_unique_items(outputs)
+        key = _to_llguidance(outputs), _max_row(outputs), msgspec.json.encode(unique).decode()
         with self._lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
+            compiled = self._compiled.get(key)
+            if compiled is not None:
                 self._compiled.move_to_end(key)
-        if matcher is None:
-            matcher = self._compile(*key)
+        if compiled is None:
+            compiled = self._compile(*key[:2]), self._roots(unique)
             with self._lock:
-                self._compiled[key] = matcher
+                self._compiled[key] = compiled
                 if len(self._compiled) > _MAX_COMPILED:
                     self._compiled.popitem(last=False)
-        return Grammar(matcher.deep_copy(), self._vocab_size, self._eos, lambda: self._forget(key))
+        matcher, roots = compiled
+        matcher, unique_items = matcher.deep_copy(), None
+        if any(roots.values()):
+            unique_items = UniqueItems(roots, self._token_texts)
+            unique_items.begin(matcher)
+        return Grammar(matcher, unique_items, self._vocab_size, self._eos, lambda: self._forget(key))
 
-    def _forget(self, key: tuple[str, int]) -> None:
+    def _forget(self, key: tuple[str, int, str]) -> None:
         """Drop a compiled grammar whose tables have grown to a limit. Its copies share them."""
         with self._lock:
             self._compiled.pop(key, None)
@@ -163,7 +203,9 @@ class GrammarCompiler:
     def error(self, outputs: StructuredOutputs) -> str | None:
         """Return why this cannot be enforced, or None. Does not use the cache."""
         try:
+            outputs, unique = _without_unique_items(outputs)
             self._compile(_to_llguidance(outputs), _max_row(outputs))
+            self._roots(unique)
         except GrammarError as error:
             return str(error)
         return None
@@ -182,7 +224,10 @@ class GrammarCompiler:
                 self._executor = LLExecutor()
             rows = [(matcher, row) for row, matcher in enumerate(matchers)]
             self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * 4, len(rows))
-        return masks if size == self._vocab_size else masks[:, : self._words] & self._known
+        masks = masks if size == self._vocab_size else masks[:, : self._words] & self._known
+        for grammar, mask in zip(grammars, masks, strict=True):
+            grammar.restrict(mask)
+        return masks
 
     def _compile(self, source: str, max_row: int) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -208,6 +253,26 @@ class GrammarCompiler:
                 raise GrammarError(f"it fails after its first token: {_cause(step)}")
         return matcher
 
+    def _roots(self, schemas: dict[str, Any]) -> Roots:
+        """Return the places of these schemas at which items must be unique. Raises `GrammarError`."""
+        from llguidance import LLMatcher, LLTokenizer
+
+        def compile_bytes(schema: dict[str, Any]) -> LLMatcher:
+            matcher = LLMatcher(LLTokenizer("byte"), _schema_grammar(schema), log_level=0)
+            if matcher.is_error():
+                raise GrammarError(matcher.get_error().strip())
+            return matcher
+
+        try:
+            return {name: places_of(schema, compile_bytes) for name, schema in schemas.items()}
+        except ValueError as error:
+            raise GrammarError(str(error)) from None
+
+    def _token_texts(self) -> TokenTexts:
+        if self._texts is None:
+            self._texts = TokenTexts(self._vocabulary(), self._vocab_size)
+        return self._texts
+
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None:
@@ -229,10 +294,49 @@ def _to_llguidance(outputs: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
         if outputs.grammar is not None:
             return grammar_from("grammar", outputs.grammar)
-        schema = {"type": "object"} if outputs.json is None else outputs.json
-        return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+        return _schema_grammar({"type": "object"} if outputs.json is None else outputs.json)
     except (ValueError, RecursionError) as error:
         raise GrammarError(str(error)) from None
+
+
+def _schema_grammar(schema: str | dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+
+
+def _without_unique_items(outputs: StructuredOutputs) -> tuple[StructuredOutputs, dict[str, Any]]:
+    """Return structured outputs without `uniqueItems`, and the schemas that have it, by the names of `UniqueItems`.
+
+    In a grammar this is for schemas right after a mark, `json_mark`. Raises `GrammarError`.
+    """
+    schema = outputs.json
+    try:
+        if isinstance(schema, str) and '"uniqueItems"' in schema:
+            schema = json.loads(schema)
+        if isinstance(schema, dict):
+            plain = without_unique_items(schema)
+            return (outputs, {}) if plain == schema else (StructuredOutputs(json=plain), {"": schema})
+        if outputs.grammar is None or '"uniqueItems"' not in outputs.grammar:
+            return outputs, {}
+        text, schemas, parts, end = outputs.grammar, dict[str, Any](), [], 0
+        for found in _MARKED_JSON.finditer(text):
+            if found.start() >= end:
+                parts.append(text[end : found.end()])
+                schemas[found[1]], end = json.JSONDecoder().raw_decode(text, found.end())
+                parts.append(json.dumps(without_unique_items(schemas[found[1]])))
+        return StructuredOutputs(grammar="".join((*parts, text[end:]))), schemas
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(str(error)) from None
+
+
+def json_mark(number: int) -> tuple[str, str]:
+    """Return the name and the definition of a rule for Lark grammars: nothing, right before `%json`.
+
+    Only with it a schema in a grammar can have `uniqueItems`. The grammar must allow nothing but the schema's values at
+    this place of the output. It must define `NOTHING` as `/()/`.
+    """
+    return f"mark_{number}", f'mark_{number}[capture="{MARK}{number}"]: NOTHING'
 
 
 def _max_row(outputs: StructuredOutputs) -> int:

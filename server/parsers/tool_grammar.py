@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.scheduler.grammar import json_mark
 from quire.server.parsers.argument_types import TEXT, property_names, types_of
 from quire.server.parsers.incremental import any_of
 from quire.server.parsers.input_grammar import INPUT, InputGrammar, as_terminals, embedded
@@ -78,7 +79,8 @@ def tool_grammar(
         grammar.add_tool(tool.name, schema, property_names(tool.parameters), tool.grammar)
     grammar.add_blocks(several)
     if is_either:
-        grammar.rules.append(f"answer: %json {json.dumps(answer)}")
+        schema = grammar.json(answer) if format.answer_open else f"%json {json.dumps(answer)}"
+        grammar.rules.append(f"answer: {schema}")
         body = f"(calls | {grammar.literal(format.answer_open)} answer)"
     else:
         body = "calls" if required else grammar.free_text(several, reasoning.open if reasoning else None)
@@ -114,6 +116,7 @@ class _GrammarText:
         self._tokens = {marker: token for marker in markers if (token := token_id(marker)) is not None}
         self._split = re.compile(f"({any_of(*self._tokens).pattern})")
         self._calls: list[str] = []
+        self._num_marks = 0
         self._shared: set[str] = set()
         """Names of rules that are used several times."""
         if isinstance(format.call, Quoted):
@@ -127,6 +130,7 @@ class _GrammarText:
                 thoughts += f" ({self.literal(reasoning.answer[0])} SPACE)?"
             body = f"{thoughts} {body}" if is_thinking else f"({self.literal(reasoning.open)} {thoughts})? {body}"
         rules = [f"start: {body}", *self.rules, r"TEXT: /(.|\n)*/", r"SPACE: /\s{0,4}/"]
+        rules += ["NOTHING: /()/"] if self._num_marks else []
         rules += [r"KEY: /[^<>\"=\n]+/", "NUMBER: /[0-9]{1,4}/"]
         return "\n".join(rules) + "\n"
 
@@ -166,7 +170,7 @@ class _GrammarText:
             case Quoted():
                 arguments = self._quoted(name, schema)
             case _:
-                arguments = f"%json {json.dumps({'type': 'object', **schema})}"
+                arguments = self.json({"type": "object", **schema})
         self.rules.append(f"args_{index}: {arguments}")
         before, between, after = format.call.around
         for rule, separator in (("call", ""), ("more", format.separator)):
@@ -177,6 +181,16 @@ class _GrammarText:
             else:  # one literal, so that no other literal starts with a part of it
                 head = self.literal(f"{separator}{before}{name}{between}")
             self.rules.append(f"{rule}_{index}: {head} args_{index} {self.literal(after)}")
+
+    def json(self, schema: Any) -> str:
+        """An expression for values of this schema, where nothing else is allowed."""
+        text = f"%json {json.dumps(schema)}"
+        if '"uniqueItems"' not in text:
+            return text
+        self._num_marks += 1
+        name, rule = json_mark(self._num_marks)
+        self.rules.append(rule)
+        return f"{name} {text}"
 
     def _input(self, rule: str, grammar: str) -> str:
         """The only argument of a custom tool, with a grammar of its own."""

@@ -499,7 +499,8 @@ def _checked(tools: Sequence[GrammarTool], dropped: list[str] | None) -> list[Gr
     budget = Budget()
     for tool in tools:
         with about("tools", f"tools: {tool.name}"):
-            found.append(replace(tool, parameters=checked_schema(tool.parameters, dropped, budget)))
+            schema = checked_schema(tool.parameters, dropped, budget, keeps_unique_items=False)
+            found.append(replace(tool, parameters=schema))
     return found
 
 

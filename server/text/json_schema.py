@@ -37,6 +37,7 @@ _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 _ENFORCED = {
     *(*_ONE, *_LISTS, *_MAPS, *_NUMBERS, "type", "$ref", "required", "pattern", "format"),
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    "uniqueItems",
 }
 _REJECTED = {
     *("dependencies", "$dynamicRef", "$recursiveRef", "$id", "divisibleBy", "disallow", "extends", "x-guidance"),
@@ -58,12 +59,15 @@ _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def checked_schema(schema: Any, dropped: list[str] | None = None, budget: Budget | None = None) -> dict[str, Any]:
+def checked_schema(
+    schema: Any, dropped: list[str] | None = None, budget: Budget | None = None, *, keeps_unique_items: bool = True
+) -> dict[str, Any]:
     """Return a JSON schema (an object or text) as it is enforced; also used for `%json` in a grammar.
 
     Raises ValueError for a schema that is too large or cannot be enforced. With `dropped`, keywords that are not
     supported are left out, and errors about them are appended to it. Takes about a second of processor time at most;
-    the schemas of one request share a budget.
+    the schemas of one request share a budget. `keeps_unique_items`: whether the engine can find the values of this
+    schema in an output, which `uniqueItems` needs that is not rewritten.
     """
     if isinstance(schema, str):
         try:
@@ -75,14 +79,17 @@ def checked_schema(schema: Any, dropped: list[str] | None = None, budget: Budget
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema must be an object, not {type(schema).__name__}")
     check_schema_size(schema)
-    checked = _SchemaWalk(schema, dropped, budget or Budget()).result()
+    checked = _SchemaWalk(schema, dropped, budget or Budget(), keeps_unique_items).result()
     return {"x-guidance": JSON_OPTIONS, **checked}
 
 
 class _SchemaWalk:
     """One pass over a schema and its references, in time linear in the schema's size."""
 
-    def __init__(self, root: dict[str, Any], dropped: list[str] | None, budget: Budget) -> None:
+    def __init__(
+        self, root: dict[str, Any], dropped: list[str] | None, budget: Budget, keeps_unique_items: bool
+    ) -> None:
+        self._keeps_unique_items = keeps_unique_items
         self._dropped = dropped
         self._budget = budget
         self._patterns: dict[str, str] = {}
@@ -154,6 +161,8 @@ class _SchemaWalk:
                 except ValueError as error:
                     self._drop(keyword, path, str(error))
                 self._write(keyword, result.get(keyword), path)
+            elif keyword == "uniqueItems" and not self._keeps_unique_items:
+                self._drop(keyword, path, "is only supported for items with few values here")
             elif keyword in _ENFORCED:
                 if keyword not in _NUMBERS and not all(map(_fits, _leaves(value))):
                     raise self._error(keyword, path, "has an integer of more than 64 bits")

@@ -21,7 +21,7 @@ import msgspec
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import StructuredOutputs
-from quire.engine.scheduler.grammar import GrammarCompiler
+from quire.engine.scheduler.grammar import JSON_MARK, GrammarCompiler
 from quire.server.client.output_stream import EngineUnavailable
 from quire.server.client.request_record import RECORD
 from quire.server.text.json_schema import MAX_SCHEMA_BYTES, check_schema_size, checked_schema, keywords, replaced
@@ -298,7 +298,9 @@ def _checked_grammar(grammar: str, dropped: list[str] | None) -> str:
             schema, after = json.JSONDecoder().raw_decode(grammar, found.end())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the grammar's %json is not JSON: {error}") from None
-        parts += [grammar[end : found.end()], json.dumps(checked_schema(schema, dropped, budget), ensure_ascii=False)]
+        is_marked = JSON_MARK.search(grammar, end, found.start()) is not None
+        schema = checked_schema(schema, dropped, budget, keeps_unique_items=is_marked)
+        parts += [grammar[end : found.end()], json.dumps(schema, ensure_ascii=False)]
         end = after
     return "".join((*parts, grammar[end:]))
 

@@ -7,11 +7,11 @@ import math
 from typing import Any
 
 from quire.server.text.schemas.common import (
+    MAX_ALTERNATIVES,
     Resolve,
     Schema,
     Shared,
     canonical,
-    check_number,
     count,
     for_type,
     listed,
@@ -58,8 +58,12 @@ def contains(schema: Schema, resolve: Resolve) -> list[Any]:
     return for_type(schema, "array", choices)
 
 
-def unique_items(schema: Schema, resolve: Resolve) -> list[Any]:
-    """List each sequence of different items, if their values are finite; nothing if they differ anyway."""
+def unique_items(schema: Schema, resolve: Resolve) -> list[Any] | None:
+    """List each sequence of different items, if there are few; nothing if they differ anyway. Otherwise the keyword
+    stays, for `quire.engine.scheduler.unique_items`.
+    """
+    if schema["uniqueItems"] is not True:
+        raise ValueError("must be true or false")
     if "array" not in types_of(schema):
         return []
     first, rest = listed(schema.get("prefixItems", [])), schema.get("items", True)
@@ -76,7 +80,7 @@ def unique_items(schema: Schema, resolve: Resolve) -> list[Any]:
     values = [finite_values(each, resolve) for each in first]
     tail = None if rest is False else finite_values(rest, resolve)
     if None in values or (tail is None and rest is not False):
-        raise ValueError("is only supported for items with a finite number of values, such as an enum")
+        return None
     least = count(schema.get("minItems", 0))
     level: list[list[Any]] = [[]]
     choices: list[list[Any]] = []
@@ -90,10 +94,14 @@ def unique_items(schema: Schema, resolve: Resolve) -> list[Any]:
             for each in options or ()
             if all(canonical(each) != canonical(other) for other in items)
         ]
-        check_number(len(longer))
+        if len(longer) > MAX_ALTERNATIVES:
+            return None
         choices += level if not longer else [items for items in level if not _begins_one(items, longer)]
         level = longer
-    return for_type(schema, "array", [_constant_items(items, least) for items in choices if len(items) >= least])
+    choices = [items for items in choices if len(items) >= least]
+    if len(choices) > MAX_ALTERNATIVES:
+        return None
+    return for_type(schema, "array", [_constant_items(items, least) for items in choices])
 
 
 def _begins_one(items: list[Any], longer: list[list[Any]]) -> bool:

@@ -332,4 +332,4 @@ def test_a_grammar_that_has_failed_is_not_kept(folder: Path) -> None:
         compiler.compile(outputs)
     with pytest.raises(GrammarError):
         compiler.compile(bad).advance([letter("c")])
-    assert [key for key, _ in compiler._compiled] == [grammar_module._to_llguidance(good)]
+    assert [key for key, *_ in compiler._compiled] == [grammar_module._to_llguidance(good)]

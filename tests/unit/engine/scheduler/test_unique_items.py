@@ -1,0 +1,315 @@
+"""Arrays whose items must be unique: exact masks, in all places and with tokens that cross several items."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError, json_mark
+from quire.engine.scheduler.unique_places import without_unique_items
+from tests.fakes.configs import TINY, engine_config
+from tests.fakes.tokenizers import byte_fallback
+
+_CROSSING = [
+    *('","', '", "', '"a"', '["', '"]', '"a","', 'a","b', '"a","a"', '["a","a"', '["a","b"', '["a",', '"],["', '[["'),
+    *("1,", "1,1", ",1", "[1", "[1,1", "1]", "10", "11", "0,", "[0,", ", ", " 1", ' "', "1 ,", "null,", "true", "-0"),
+    *(
+        '"a',
+        'ab"',
+        'a"',
+        "a\\",
+        '\\"',
+        '"\\"',
+        "\\\\",
+        "b",
+        '{"x":["',
+        ": [1, 1",
+        "\xe9",
+        '"\xe9"',
+        "x" * 70,
+        '"' + "a" * 70,
+    ),
+]
+_ENDS_SCALAR = re.compile(r'("(?:[^"\\]|\\.)*(?:"|$))|([-0-9a-z]+)(?=[^-0-9a-z])|\s+')
+
+
+def _byte_level(extra: list[str]) -> Tokenizer:
+    byte = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces = [*sorted(byte.alphabet()), "<end>", *(byte.pre_tokenize_str(text) for text in extra)]
+    names = [piece if isinstance(piece, str) else "".join(part for part, _ in piece) for piece in pieces]
+    built = Tokenizer(models.BPE({name: at for at, name in enumerate(dict.fromkeys(names))}, []))
+    built.pre_tokenizer, built.decoder = byte, decoders.ByteLevel()
+    built.add_special_tokens(["<end>"])
+    return built
+
+
+def _compiler(folder: Path, tokenizer: Tokenizer, end: str) -> GrammarCompiler:
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    architecture = replace(TINY, vocab_size=tokenizer.get_vocab_size())
+    return GrammarCompiler(
+        engine_config(tokenizer=folder, architecture=architecture, eos=(tokenizer.token_to_id(end),)).model
+    )
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GrammarCompiler]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "crossing": _compiler(folder / "crossing", _byte_level(_CROSSING), "<end>"),
+        "bytes": _compiler(folder / "bytes", byte_fallback(), "</s>"),
+    }
+
+
+def _texts(compiler: GrammarCompiler) -> list[bytes]:
+    return compiler._token_texts().texts
+
+
+def _masks(compiler: GrammarCompiler, grammars: list[Any]) -> list[set[int]]:
+    masks = np.ascontiguousarray(compiler.masks(grammars)).view(np.uint8)
+    return [set(np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist()) for row in masks]
+
+
+def _unique(items: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, "uniqueItems": True, **more}
+
+
+def _marked(text: str) -> str:
+    """JSON without white space, with a mark where a number or literal ends."""
+    return _ENDS_SCALAR.sub(lambda found: found[1] or (f"{found[2]}\N{BULLET}" if found[2] else ""), text)
+
+
+def _lists(values: list[Any], least: int, most: int) -> Iterator[list[Any]]:
+    for size in range(least, most + 1):
+        yield from (list(each) for each in itertools.permutations(values, size))
+
+
+_FEW: list[tuple[Any, list[Any], int, int]] = [
+    ({"type": "integer", "minimum": 0, "maximum": 1}, [0, 1], 0, 2),
+    ({"type": "integer", "minimum": 9, "maximum": 11}, [9, 10, 11], 1, 3),
+    ({"enum": [1, 10, 11, 101]}, [1, 10, 11, 101], 4, 4),
+    ({"type": ["boolean", "null"]}, [True, False, None], 0, 3),
+    ({"enum": ["", "a", "ab", "aa"]}, ["", "a", "ab", "aa"], 2, 4),
+    ({"type": "string", "pattern": '^["\\\\]{1,2}$'}, ['"', "\\", '""', "\\\\", '"\\', '\\"'], 1, 3),
+    ({"anyOf": [{"const": "a"}, {"const": 1}, {"type": "null"}]}, ["a", 1, None], 3, 3),
+    ({"enum": ["é", "a", "b"]}, ["é", "a", "b"], 0, 2),
+]
+
+
+_TWO_LANGUAGES = {"prefixItems": [{"enum": ["a", "b"]}], "items": {"enum": ["a", "c", "ac"]}, "type": "array"}
+
+
+def _check_walks(compiler: GrammarCompiler, schema: Any, lists: list[Any], seed: str) -> int:
+    """Walk at random, and compare each mask with all texts of these values; returns the number of tokens removed."""
+    good = {_marked(json.dumps(each, ensure_ascii=False).encode().decode("latin-1")) for each in lists}
+    begun = {each[:size] for each in good for size in range(len(each) + 1)}
+    texts, rng, removed = _texts(compiler), random.Random(seed), 0
+    for _ in range(6):
+        grammar = compiler.compile(StructuredOutputs(json=schema))
+        plain = compiler.compile(StructuredOutputs(json=without_unique_items(schema)))
+        text = ""
+        while not grammar.is_complete:
+            exact, loose = _masks(compiler, [grammar, plain])
+            assert exact
+            expected = {token for token in loose if _marked(text + texts[token].decode("latin-1")) in begun}
+            assert exact == expected, (text, [texts[token] for token in exact ^ expected])
+            removed += len(loose - exact)
+            further = [token for token in exact if texts[token].strip(b" \n\t]")]
+            token = rng.choice(sorted(further or exact))
+            grammar.advance([token])
+            plain.advance([token])
+            text += texts[token].decode("latin-1")
+        assert _marked(text) in good
+    return removed
+
+
+@pytest.mark.parametrize("vocabulary", ["crossing", "bytes"])
+@pytest.mark.parametrize("around", ["", "object", "arrays"])
+@pytest.mark.parametrize(("items", "values", "least", "most"), _FEW)
+def test_exactly_the_tokens_that_lead_to_different_items_are_allowed(
+    compilers: dict[str, GrammarCompiler],
+    vocabulary: str,
+    around: str,
+    items: Any,
+    values: list[Any],
+    least: int,
+    most: int,
+) -> None:
+    schema: Any = _unique(items, minItems=least, maxItems=most)
+    lists: list[Any] = list(_lists(values, least, most))
+    if around == "object":
+        schema = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+        lists = [{"x": each} for each in lists]
+    elif around == "arrays":
+        lists = [[one, other] for one in lists[1:3] for other in lists]
+        first = {"enum": [one for one, _ in lists]}
+        schema = {"type": "array", "prefixItems": [first, schema], "items": False, "minItems": 2}
+    assert _check_walks(compilers[vocabulary], schema, lists, f"{values}{around}")
+
+
+@pytest.mark.parametrize("vocabulary", ["crossing", "bytes"])
+def test_items_of_two_languages_differ_as_well(compilers: dict[str, GrammarCompiler], vocabulary: str) -> None:
+    lists = [each for each in _lists(["a", "b", "c", "ac"], 1, 4) if each[0] in "ab" and "b" not in each[1:]]
+    schema = {**_TWO_LANGUAGES, "uniqueItems": True, "minItems": 1}
+    assert _check_walks(compilers[vocabulary], schema, lists, "two")
+
+
+def _after(compiler: GrammarCompiler, schema: Any, text: str) -> set[bytes]:
+    """The texts of the tokens that are allowed after this text, written with single bytes."""
+    grammar = compiler.compile(StructuredOutputs(json=schema))
+    tokens = compiler._token_texts()
+    for byte in text.encode():
+        (allowed,) = _masks(compiler, [grammar])
+        assert tokens.of_byte[byte] in allowed
+        grammar.advance([tokens.of_byte[byte]])
+    (allowed,) = _masks(compiler, [grammar])
+    return {tokens.texts[token] for token in allowed}
+
+
+@pytest.mark.parametrize(
+    ("items", "text", "gone", "left"),
+    [
+        ({"type": "string"}, '["a","', {b'a"'}, {b'"a"', b"a\\", b"b", b'"', b'","', b'ab"'} - {b'"a"'}),
+        ({"type": "string"}, '["a","a', {b'"', b'","', b'", "', b'"]', b'"a"'}, {b"b", b"\\", b"\xc3"}),
+        ({"type": "string"}, '["a","b","', set(), {b'"', b'a","b'} - {b'a","b'}),
+        ({"type": "string"}, '["b",', {b'"a","a"'}, {b'"a"', b'"a","', b'"', b"\n"}),
+        ({"type": "string"}, '["\\"","\\', {b'""'}, {b'"', b"\\", b"n"}),
+        ({"type": "string"}, '["é",', {'"é"'.encode()}, {b'"a"', b'"'}),
+        ({"type": "string"}, "[", {b'"a","a"'}, {b'"a"', b'"a","'}),
+        ({"type": "string", "maxLength": 1}, '["a","', {b"a", b"a\\"}, {b"b", b'"', b"\\"}),
+        ({"type": "integer"}, "[1,", {b"1,", b"1,1", b"1]"}, {b"1", b"11", b"10", b" 1", b"0,"}),
+        ({"type": "integer"}, "[1,1", {b",", b"]", b" ", b", ", b",1"}, {b"1", b"10", b"1,", b"0,"}),
+        ({"type": "integer"}, "[0,-", {b"0", b"0,"}, {b"1", b"1,", b"10"}),
+        ({"type": "integer"}, "[-0,", {b"0", b"0,", b"-0"}, {b"1", b"1,", b"-"}),
+        ({"type": ["integer", "null"]}, "[null", {b","} - {b","}, {b",", b",1", b"]", b" "}),
+        ({"type": ["integer", "null"]}, "[null,", {b"null,", b"n"}, {b"1", b"1,1"} - {b"1,1"}),
+    ],
+)
+def test_values_without_limit(
+    compilers: dict[str, GrammarCompiler], items: Any, text: str, gone: set[bytes], left: set[bytes]
+) -> None:
+    found = _after(compilers["crossing"], _unique(items), text)
+    assert not gone & found
+    assert left <= found
+
+
+_TAGS = _unique({"type": "string"})
+_CLOSED = {"type": "object", "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "unique", "free"),
+    [
+        ({**_CLOSED, "properties": {"a": _TAGS, "b": {"items": {"type": "string"}}}}, ['{"a":['], ['{"b":[']),
+        ({"type": "object", "additionalProperties": _TAGS}, ['{"a":[', '{"\\"":["","x"],"b":['], []),
+        ({"type": "object", "patternProperties": {"^x": _TAGS}, "additionalProperties": False}, ['{"x1":['], []),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/t"}], "$defs": {"t": _TAGS}}, ["["], []),
+        ({"allOf": [{"uniqueItems": True}, {"type": "array"}, {"items": {"type": "string"}}]}, ["["], []),
+        (
+            {"type": "array", "prefixItems": [{"items": {"type": "string"}}, _TAGS], "items": {"$ref": "#"}},
+            ['[["a","a"],[', '[[],[],[["a","a"],['],
+            ["[[", "[[],[],[["],
+        ),
+        (
+            {**_CLOSED, "properties": {"next": {"$ref": "#"}, "tags": _TAGS}},
+            ['{"next":{"next":{"tags":[]},"tags":[', '{"tags":['],
+            [],
+        ),
+        (
+            {
+                "anyOf": [
+                    {**_CLOSED, "properties": {"kind": {"const": "a"}, "tags": _TAGS}},
+                    {**_CLOSED, "properties": {"kind": {"const": "b"}, "tags": {**_TAGS}}},
+                ]
+            },
+            ['{"kind":"b","tags":["","x"'],
+            [],
+        ),
+    ],
+)  # fmt: skip
+def test_places(compilers: dict[str, GrammarCompiler], schema: Any, unique: list[str], free: list[str]) -> None:
+    for text in unique:
+        text += "," * text.endswith('"')
+        assert b'"' not in _after(compilers["crossing"], schema, f'{text}"a","a'), text
+        assert b'"' in _after(compilers["crossing"], schema, f'{text}"a","b')
+    for text in free:
+        assert b'"' in _after(compilers["crossing"], schema, f'{text}"a","a'), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        (_unique({"type": "number"}), "only supported for items"),
+        (_unique(True), "only supported for items"),
+        (_unique({"type": "object"}), "only supported for items"),
+        (_unique({"enum": [1.5, 2]}), "only supported for items"),
+        (_unique({"enum": ["a", "b"]}, minItems=3), "fewer than 3 values"),
+        ({"anyOf": [_TAGS, {"type": "array"}]}, "several alternatives"),
+        ({"anyOf": [_TAGS, _unique({"type": "integer"})]}, "several alternatives"),
+        ({"properties": {"a": True}, "patternProperties": {"^x": _TAGS}}, "patternProperties"),
+        (_unique({"type": "string"}, enum=[["a"]]), "enum or const"),
+    ],
+)
+def test_what_depends_on_more_than_the_place_is_refused(
+    compilers: dict[str, GrammarCompiler], schema: Any, why: str
+) -> None:
+    with pytest.raises(GrammarError, match=why):
+        compilers["crossing"].compile(StructuredOutputs(json=schema))
+
+
+def test_values_inside_of_a_grammar(compilers: dict[str, GrammarCompiler]) -> None:
+    compiler = compilers["crossing"]
+    (one, other), rules = zip(*map(json_mark, (1, 2)), strict=True)
+    texts, tags = compiler._token_texts(), {**_CLOSED, "properties": {"x": _TAGS}}
+    numbers = {**_CLOSED, "properties": {"y": _unique({"type": "integer"})}}
+    lark = "\n".join([
+        "start: head (one | other) (\";\" (one | other))*", "head[lazy]: /(.|\\n)*/ \"call \"",
+        f'one: "one: " {one} %json {json.dumps(tags)}', f'other: "two: " {other} %json {json.dumps(numbers)}',
+        *rules, "NOTHING: /()/",
+    ])  # fmt: skip
+    grammar = compiler.compile(StructuredOutputs(grammar=lark))
+    ids = {text: token for token, text in enumerate(texts.texts)}
+
+    def write(text: str) -> None:
+        grammar.advance([texts.of_byte[byte] for byte in text.encode()])
+
+    write('{"x": ["a","a"]} call one:')
+    write(' {"x": ["a","a')
+    (allowed,) = _masks(compiler, [grammar])
+    assert ids[b'"'] not in allowed
+    write('b"]};one: {"x": ["a"]};two:')
+    write(' {"y": [')
+    (allowed,) = _masks(compiler, [grammar])
+    assert ids[b"1,1"] in allowed
+    write("1,1")
+    (allowed,) = _masks(compiler, [grammar])
+    assert ids[b"]"] not in allowed
+    with pytest.raises(GrammarError, match="repeats"):
+        write("]")
+
+
+def test_known_output_is_read_again(compilers: dict[str, GrammarCompiler]) -> None:
+    compiler, outputs = compilers["crossing"], StructuredOutputs(json=_unique({"type": "integer"}, minItems=20))
+    grammar, rng, known = compiler.compile(outputs), random.Random(3), list[int]()
+    while not grammar.is_complete:
+        again = compiler.compile(outputs)
+        again.advance(known)
+        (mask,), (same,) = compiler.masks([grammar]), compiler.masks([again])
+        assert grammar.mask_row(mask, SamplingParams(), known) == again.mask_row(same, SamplingParams(), known)
+        (allowed,) = _masks(compiler, [grammar])
+        known.append(rng.choice(sorted(allowed)))
+        grammar.advance(known[-1:])
+    numbers = json.loads(b"".join(_texts(compiler)[token] for token in known))
+    assert len(numbers) == len({*numbers}) >= 20
