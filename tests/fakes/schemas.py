@@ -363,4 +363,14 @@ _REAL: list[Schema] = [
     ),
 ]
 
-SCHEMAS = _LITERALS + _STRINGS + _NUMBERS + _ARRAYS + _OBJECTS + _COMBINED + _REFERENCES + _REAL
+SETS: list[Schema] = [
+    _list(_text(), 1, 4, uniqueItems=True),
+    _list(_list({"type": "integer"}, 2, 3, uniqueItems=True), 1, 2),
+    {"type": "object", "additionalProperties": _list(_TEXT, 2, 3, uniqueItems=True), "maxProperties": 2}
+    | {"propertyNames": {"enum": ["a", "b"]}},
+    {"anyOf": [_list({"enum": [*range(12)]}, 9, 12, uniqueItems=True), {"type": "null"}]},
+    _object(tags=_list({"$ref": "#/$defs/tag"}, 3, 3, uniqueItems=True))
+    | {"$defs": {"tag": {"type": ["boolean", "null", "integer"], "minimum": 0, "maximum": 3}}},
+]
+"""Arrays whose items differ, as the engine checks beside the grammar."""
+SCHEMAS = _LITERALS + _STRINGS + _NUMBERS + _ARRAYS + _OBJECTS + _COMBINED + _REFERENCES + _REAL + SETS

@@ -48,6 +48,20 @@ KINDS = {
             }
         ),
     ),
+    "unique items": SamplingParams(
+        temperature=1.0,
+        seed=13,
+        max_tokens=60,
+        structured_outputs=StructuredOutputs(
+            json={
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0, "maximum": 5},
+                "uniqueItems": True,
+                "minItems": 5,
+                "maxItems": 6,
+            }
+        ),
+    ),
 }
 
 

@@ -24,7 +24,7 @@ from quire.server.text.output_processor import OutputProcessor, TextDelta
 from quire.server.text.structured_outputs import StructuredOutputCheck
 from quire.server.text.tokenizer import Tokenizer
 from tests.fakes.core_with_ranks import Ranks
-from tests.fakes.schemas import SCHEMAS
+from tests.fakes.schemas import SCHEMAS, SETS
 from tests.fakes.tokenizers import write_model
 
 MAX_TOKENS = 500
@@ -174,7 +174,7 @@ def test_every_output_satisfies_its_schema(ranks: Ranks) -> None:
 @pytest.fixture(scope="module")
 def mixed(ranks: Ranks) -> tuple[list[SamplingParams], list[list[int]]]:
     """Requests of which a third is unconstrained, and the tokens of each when it runs alone."""
-    params = [replace_params(asked(5, json=schema), max_tokens=120) for schema in SCHEMAS[::9]]
+    params = [replace_params(asked(5, json=schema), max_tokens=120) for schema in [*SCHEMAS[::9], *SETS]]
     for at in range(0, len(params), 3):
         params[at] = replace_params(params[at], structured_outputs=None, max_tokens=80)
     runner = Texts(ranks)

@@ -18,6 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError, json_mark
 from quire.engine.scheduler.unique_places import without_unique_items
+from quire.server.parsers.tool_formats import TOOL_FORMATS, Json, JsonObject
+from quire.server.parsers.tool_grammar import GrammarTool, tool_grammar
+from quire.server.text.structured_outputs import _checked_grammar
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import byte_fallback
 
@@ -313,3 +316,28 @@ def test_known_output_is_read_again(compilers: dict[str, GrammarCompiler]) -> No
         grammar.advance(known[-1:])
     numbers = json.loads(b"".join(_texts(compiler)[token] for token in known))
     assert len(numbers) == len({*numbers}) >= 20
+
+
+_JSON_CALLS = [name for name, each in TOOL_FORMATS.items() if isinstance(each.call, Json | JsonObject)]
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("name", _JSON_CALLS)
+def test_calls_of_tools(compilers: dict[str, GrammarCompiler], name: str, required: bool) -> None:
+    compiler, format = compilers["crossing"], TOOL_FORMATS[name]
+    tools = [
+        GrammarTool("f", {**_CLOSED, "properties": {"a": _TAGS}}, strict=True),
+        GrammarTool("g", {**_CLOSED, "properties": {"a": {"type": "array"}}}, strict=True),
+    ]
+    rules = tool_grammar(format, tools, lambda _: None, required=required, several=True)
+    outputs = StructuredOutputs(grammar=_checked_grammar(rules, None))
+    tokens = compiler._token_texts()
+    before, between, _ = format.call.around
+    (opening, rest, _), prefix = format.block, "functions." if format.id_as_name else ""
+    suffix = ":0" if format.id_as_name else ""
+    for function, text, is_good in (("f", '["a","a"', False), ("f", '["a","b"', True), ("g", '["a","a"', True)):
+        grammar = compiler.compile(outputs)
+        head = f'{opening}{rest}{before}{prefix}{function}{suffix}{between}{{"a":{text[:-1]}'
+        grammar.advance([tokens.of_byte[byte] for byte in head.encode()])
+        (allowed,) = _masks(compiler, [grammar])
+        assert (tokens.of_byte[ord('"')] in allowed) == is_good, (function, text)
