@@ -109,7 +109,7 @@ class Grammar:
             if not self._matcher.consume_token(token_id):
                 raise self._error()
             try:
-                is_alive = self._unique_items.advance(token_id, self._matcher)
+                is_alive = self._unique_items.advance(token_id)
             except ValueError as error:
                 raise GrammarError(str(error)) from None
             if not is_alive:
@@ -118,7 +118,7 @@ class Grammar:
     def restrict(self, mask: Words) -> None:
         """Remove tokens from the matcher's mask, `[words]`, that the matcher allows but that repeat items."""
         if self._unique_items is not None and not self._matcher.is_error():
-            self._unique_items.restrict(mask, self._matcher)
+            self._unique_items.restrict(mask)
 
     def forced_tokens(self) -> list[int]:
         """Return the next tokens if the grammar allows only one continuation, tokenized canonically.
@@ -191,8 +191,7 @@ class GrammarCompiler:
         matcher, roots = compiled
         matcher, unique_items = matcher.deep_copy(), None
         if any(roots.values()):
-            unique_items = UniqueItems(roots, self._token_texts)
-            unique_items.begin(matcher)
+            unique_items = UniqueItems(roots, self._token_texts, matcher)
         return Grammar(matcher, unique_items, self._vocab_size, self._eos, lambda: self._forget(key))
 
     def _forget(self, key: tuple[str, int, str]) -> None:
@@ -333,8 +332,8 @@ def _without_unique_items(outputs: StructuredOutputs) -> tuple[StructuredOutputs
 def json_mark(number: int) -> tuple[str, str]:
     """Return the name and the definition of a rule for Lark grammars: nothing, right before `%json`.
 
-    Only with it a schema in a grammar can have `uniqueItems`. The grammar must allow nothing but the schema's values at
-    this place of the output. It must define `NOTHING` as `/()/`.
+    Only with it a schema in a grammar can have `uniqueItems`. At this place of the output, the grammar must allow
+    nothing else that begins with a bracket. It must define `NOTHING` as `/()/`.
     """
     return f"mark_{number}", f'mark_{number}[capture="{MARK}{number}"]: NOTHING'
 

@@ -282,9 +282,12 @@ class _Reader:
                 self.has_item = False
             elif self.text is not None:
                 self.text.append(byte)
+            elif not self.frames:  # neither an array nor an object
+                self.is_done = True
+                return at
             elif byte != _COLON:
                 self.text, self.is_string = bytearray((byte,)), byte == _QUOTE
-            if not self.frames and self.text is None and (byte == _QUOTE or byte in _CLOSING):
+            if not self.frames and byte in _CLOSING:
                 self.is_done = True
                 return at + 1
         return -1 if self._is_dead_end() else len(text)
@@ -293,9 +296,7 @@ class _Reader:
         """End the value or name that is read; returns whether it may be there."""
         assert self.text is not None
         text, self.text = bytes(self.text), None
-        frame = self.frames[-1] if self.frames else None
-        if frame is None:
-            return True
+        frame = self.frames[-1]
         if frame.is_object and frame.key is None:
             frame.key = text
             return True
@@ -333,41 +334,44 @@ class _Reader:
 class UniqueItems:
     """The state of one output in the arrays of its grammar whose items must be unique. Not thread-safe."""
 
-    def __init__(self, roots: dict[str, Place | None], tokens: Callable[[], TokenTexts]) -> None:
-        """`roots`: by name of the capture before a JSON value; without a name, the whole output is the value."""
+    def __init__(self, roots: dict[str, Place | None], tokens: Callable[[], TokenTexts], matcher: LLMatcher) -> None:
+        """`roots`: by name of the capture before a JSON value; without a name, the whole output is the value. `matcher`
+        is the grammar's, before the first token.
+        """
         self._roots = roots
         self._tokens = tokens
         self._reader = _Reader(roots[""]) if "" in roots else None
+        self._matcher = None if "" in roots else matcher.deep_copy()
+        """Only consumes tokens, as the captures of one that looks ahead may be ahead, too."""
         self._num_marks = 0
-
-    def begin(self, matcher: LLMatcher) -> None:
-        """Begin before the first token, with this matcher."""
-        if self._reader is None and (marks := matcher.get_captures()):
+        if self._matcher is not None and (marks := self._matcher.get_captures()):
             self._reader, self._num_marks = self._reader_of(marks), len(marks)
 
-    def advance(self, token_id: int, matcher: LLMatcher) -> bool:
-        """Read a token, which the matcher has consumed; returns whether it is no dead end."""
+    def advance(self, token_id: int) -> bool:
+        """Read a token that the grammar allows; returns whether it is no dead end."""
         text = self._text(token_id)
-        if self._reader is None:
-            number = len(matcher.get_captures())
-            if number == self._num_marks:
-                return True
-            self._num_marks, before = number, matcher.deep_copy()
-            before.rollback(1)
-            self._reader, text = self._begun(token_id, before)
+        if self._matcher is not None:
+            self._matcher.consume_token(token_id)
+            number = len(self._matcher.get_captures())
+            if self._reader is None and number > self._num_marks:
+                before = self._matcher.deep_copy()
+                before.rollback(1)
+                self._reader, text = self._begun(token_id, before)
+            self._num_marks = number
         if self._reader is None or self._reader.is_done:
             return True
         is_alive = self._reader.read(text) >= 0
-        if self._reader.is_done and "" not in self._roots:
+        if self._reader.is_done and self._matcher is not None:
             self._reader = None  # more values may follow
         return is_alive
 
-    def restrict(self, mask: Words, matcher: LLMatcher) -> None:
+    def restrict(self, mask: Words) -> None:
         """Remove the tokens that lead to a dead end from a mask, `[words]`."""
         reader, tokens = self._reader, self._tokens()
         if reader is None:
+            assert self._matcher is not None
             for token in _allowed(mask, tokens.lists):
-                started, text = self._begun(token, matcher)
+                started, text = self._begun(token, self._matcher)
                 if started is not None and started.read(text) < 0:
                     _remove(mask, [token])
             return

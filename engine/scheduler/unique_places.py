@@ -199,9 +199,9 @@ class _Places:
                     pending.append(each)
         reaching: set[int] = set()
         while found:
-            if (each := found.pop()) not in reaching:
-                reaching.add(each)
-                found += above.get(each, ())
+            if (identity := found.pop()) not in reaching:
+                reaching.add(identity)
+                found += above.get(identity, ())
         return reaching
 
     def _target(self, reference: Any) -> Any:

@@ -79,7 +79,8 @@ def tool_grammar(
         grammar.add_tool(tool.name, schema, property_names(tool.parameters), tool.grammar)
     grammar.add_blocks(several)
     if is_either:
-        schema = grammar.json(answer) if format.answer_open else f"%json {json.dumps(answer)}"
+        is_apart = format.answer_open or format.block[0][:1] not in ("", "[", "{")
+        schema = grammar.json(answer) if is_apart else f"%json {json.dumps(answer)}"
         grammar.rules.append(f"answer: {schema}")
         body = f"(calls | {grammar.literal(format.answer_open)} answer)"
     else:
@@ -183,7 +184,7 @@ class _GrammarText:
             self.rules.append(f"{rule}_{index}: {head} args_{index} {self.literal(after)}")
 
     def json(self, schema: Any) -> str:
-        """An expression for values of this schema, where nothing else is allowed."""
+        """An expression for values of this schema, where nothing else that begins with a bracket is allowed."""
         text = f"%json {json.dumps(schema)}"
         if '"uniqueItems"' not in text:
             return text

@@ -149,6 +149,40 @@ def test_a_call_that_is_required_satisfies_the_schema(client: openai.OpenAI) -> 
     datetime.date.fromisoformat(arguments["day"])
 
 
+Word = Annotated[str, pydantic.Field(pattern="^[a-c]{1,2}$")]
+
+
+class Sets(pydantic.BaseModel):
+    """All sets that pydantic's users write."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    tags: Annotated[set[Word], pydantic.Field(min_length=4, max_length=6)]
+    groups: Annotated[list[frozenset[Annotated[int, pydantic.Field(ge=0, le=9)]]], pydantic.Field(max_length=2)]
+    names: dict[Literal["x", "y"], Annotated[set[Word], pydantic.Field(min_length=2)]]
+    maybe: set[bool | None] | None
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_sets_have_no_item_twice(client: openai.OpenAI, seed: int) -> None:
+    schema = Sets.model_json_schema()
+    assert schema["properties"]["tags"]["uniqueItems"]
+    messages: list[Any] = [{"role": "user", "content": "Tags for 2 nodes?"}]
+    options: dict[str, Any] = {"model": "quire-demo", "messages": messages, "seed": seed, "max_completion_tokens": 400}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "sets", "schema": schema, "strict": True}}
+    tool: Any = {"type": "function", "function": {"name": "label", "parameters": schema, "strict": True}}
+    answer = client.chat.completions.create(response_format=form, **options).choices[0]
+    call = client.chat.completions.create(tools=[tool], tool_choice="required", **options).choices[0]
+    assert (answer.finish_reason, call.finish_reason) == ("stop", "tool_calls")
+    assert call.message.tool_calls
+    (made,) = call.message.tool_calls
+    assert made.type == "function"
+    for text in (answer.message.content or "", made.function.arguments):
+        Sets.model_validate_json(text)
+        value = json.loads(text)
+        for items in [value["tags"], *value["groups"], *value["names"].values(), value["maybe"] or []]:
+            assert len(items) == len({*items}), text
+
+
 def test_a_structured_answer_streams_to_the_same_text(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"structured_outputs": {"regex": r"The answer is (yes|no), [a-z]{3,9}\."}}
     request: dict[str, Any] = {"model": "quire-demo", "prompt": NODES, "temperature": 0, "seed": 1, "extra_body": body}

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError, json_mark
 from quire.engine.scheduler.unique_places import without_unique_items
+from quire.server.parsers.reasoning import REASONING_FORMATS
 from quire.server.parsers.tool_formats import TOOL_FORMATS, Json, JsonObject
 from quire.server.parsers.tool_grammar import GrammarTool, tool_grammar
 from quire.server.text.structured_outputs import _checked_grammar
@@ -325,19 +326,44 @@ _JSON_CALLS = [name for name, each in TOOL_FORMATS.items() if isinstance(each.ca
 @pytest.mark.parametrize("name", _JSON_CALLS)
 def test_calls_of_tools(compilers: dict[str, GrammarCompiler], name: str, required: bool) -> None:
     compiler, format = compilers["crossing"], TOOL_FORMATS[name]
-    tools = [
-        GrammarTool("f", {**_CLOSED, "properties": {"a": _TAGS}}, strict=True),
-        GrammarTool("g", {**_CLOSED, "properties": {"a": {"type": "array"}}}, strict=True),
-    ]
-    rules = tool_grammar(format, tools, lambda _: None, required=required, several=True)
-    outputs = StructuredOutputs(grammar=_checked_grammar(rules, None))
-    tokens = compiler._token_texts()
+    rules = tool_grammar(format, _TOOLS, lambda _: None, required=required, several=True)
     before, between, _ = format.call.around
     (opening, rest, _), prefix = format.block, "functions." if format.id_as_name else ""
     suffix = ":0" if format.id_as_name else ""
-    for function, text, is_good in (("f", '["a","a"', False), ("f", '["a","b"', True), ("g", '["a","a"', True)):
-        grammar = compiler.compile(outputs)
-        head = f'{opening}{rest}{before}{prefix}{function}{suffix}{between}{{"a":{text[:-1]}'
-        grammar.advance([tokens.of_byte[byte] for byte in head.encode()])
-        (allowed,) = _masks(compiler, [grammar])
-        assert (tokens.of_byte[ord('"')] in allowed) == is_good, (function, text)
+    for function, text, is_good in (("f", '["a","a', False), ("f", '["a","b', True), ("g", '["a","a', True)):
+        head = f'{opening}{rest}{before}{prefix}{function}{suffix}{between}{{"a":{text}'
+        assert _can_end_string(compiler, rules, head) == is_good, (function, text)
+
+
+_TOOLS = [
+    GrammarTool("f", {**_CLOSED, "properties": {"a": _TAGS}}, strict=True),
+    GrammarTool("g", {**_CLOSED, "properties": {"a": {"type": "array"}}}, strict=True),
+]
+
+
+def _can_end_string(compiler: GrammarCompiler, rules: str, text: str) -> bool:
+    """Whether a quote may follow this text."""
+    grammar = compiler.compile(StructuredOutputs(grammar=_checked_grammar(rules, None)))
+    tokens = compiler._token_texts()
+    for byte in text.encode():
+        grammar.forced_tokens()  # the matcher looks ahead
+        grammar.advance([tokens.of_byte[byte]])
+    (allowed,) = _masks(compiler, [grammar])
+    return tokens.of_byte[ord('"')] in allowed
+
+
+def test_calls_or_an_answer(compilers: dict[str, GrammarCompiler]) -> None:
+    compiler, format, think = compilers["crossing"], TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]
+    answer = {**_CLOSED, "properties": {"a": {**_TAGS, "maxItems": 9}}}
+    rules = tool_grammar(format, _TOOLS, lambda _: None, required=False, several=True, answer=answer, reasoning=think)
+    for thought in ("", '<think>["a","a"] {"a":["a","a"]}</think>\n\n'):
+        for text, is_good in (
+            ('{"a":["a","a', False),
+            ('{"a":["a","b', True),
+            ('<tool_call>\n{"name": "f", "arguments": {"a":["a","a', False),
+            ('<tool_call>\n{"name": "g", "arguments": {"a":["a","a', True),
+        ):
+            assert _can_end_string(compiler, rules, thought + text) == is_good, thought + text
+    rules = tool_grammar(TOOL_FORMATS["mistral"], _TOOLS, lambda _: None, required=False, several=True, answer=answer)
+    with pytest.raises(ValueError, match=r"uniqueItems .* few values"):
+        _checked_grammar(rules, None)
