@@ -128,16 +128,29 @@ class _DeadEnds:
 
     def add(self, item: bytes, used: set[bytes] | frozenset[bytes]) -> None:
         """Add one of the used items."""
-        at = item
+        at, dead = item, None
         while self._is_dead(at, used):
-            if at != item or item[0] != _QUOTE:
-                begin, end = self.below(at)
-                self.topmost[begin:end] = [at]
+            at = dead = self._before_forced(at)
             if not at:
                 break
             at, last = at[:-1], at[-1]
             self._below[at] = self._below.get(at, frozenset()) | {last}
+        if dead is not None and (dead != item or item[0] != _QUOTE):
+            begin, end = self.below(dead)
+            self.topmost[begin:end] = [dead]
         self.is_nearly_used_up = self._has_at_most_one(used)
+
+    def _before_forced(self, text: bytes) -> bytes:
+        """Return the shortest beginning after which nothing else can follow than the rest of this text."""
+        low, high = 0, len(text)
+        while low < high:
+            middle = (low + high) // 2
+            following = self._language.following(text[:middle])
+            if following is not None and (text[:middle] + following.forced).startswith(text):
+                high = middle
+            else:
+                low = middle + 1
+        return text[:low]
 
     def below(self, start: bytes) -> tuple[int, int]:
         """Return the range of `topmost` with this beginning."""
@@ -164,7 +177,7 @@ class _DeadEnds:
                 return False
             if not alive:
                 break
-            at += bytes(alive)
+            at += following.forced or bytes(alive)
         return True
 
 

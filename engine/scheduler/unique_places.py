@@ -42,6 +42,8 @@ class Following(NamedTuple):
     bytes: frozenset[int]
     is_complete: bool
     """Whether it is an item."""
+    forced: bytes = b""
+    """The only bytes that can follow, as far as there are no others."""
 
 
 class Language:
@@ -68,7 +70,9 @@ class Language:
             return None
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         found = frozenset(np.flatnonzero(bits[:256]).tolist())
-        return Following(found if start[:1] == b'"' else found - _SPACES, matcher.is_accepting())
+        found, is_complete = found if start[:1] == b'"' else found - _SPACES, matcher.is_accepting()
+        forced = b"" if is_complete or len(found) != 1 else matcher.compute_ff_bytes() or bytes(found)
+        return Following(found, is_complete, forced)
 
     def has(self, number: int) -> bool:
         """Return whether it has so many items. Raises ValueError if that takes too long."""
@@ -82,7 +86,7 @@ class Language:
                 found += following.is_complete and start != b"-0"  # which is 0
                 if found >= number:
                     break
-                longer += (start + bytes((each,)) for each in sorted(following.bytes))
+                longer += (start + (following.forced or bytes((each,))) for each in sorted(following.bytes))
             if tried + len(longer) > _MAX_COUNTED and found + len(longer) < number:
                 raise ValueError(f"uniqueItems is not supported with a minItems of {number} for these items")
             level = sorted(longer, key=lambda start: start[-1] != _QUOTE)
