@@ -165,13 +165,13 @@ class _DeadEnds:
         following = self._language.following(start)
         if following is None or (following.is_complete and start not in used):
             return False
-        return len(following.bytes) <= len(self._below.get(start, ()))
+        return len(following.next) <= len(self._below.get(start, ()))
 
     def _has_at_most_one(self, used: set[bytes] | frozenset[bytes]) -> bool:
         """Return whether no more than one item is not used."""
         at = b""
         while (following := self._language.following(at)) is not None:
-            alive = following.bytes - self._below.get(at, frozenset())
+            alive = following.next - self._below.get(at, frozenset())
             is_free = following.is_complete and at not in used
             if len(alive) + is_free > 1:
                 return False

@@ -39,7 +39,7 @@ _SPACES = frozenset(b" \n\t\r")
 class Following(NamedTuple):
     """How a beginning of an item continues."""
 
-    bytes: frozenset[int]
+    next: frozenset[int]
     is_complete: bool
     """Whether it is an item."""
     forced: bytes = b""
@@ -57,7 +57,7 @@ class Language:
     def following(self, start: bytes) -> Following | None:
         """Return how this beginning of an item continues; None if no item begins so."""
         if len(start) > 1 and start[0] == _QUOTE == start[-1] and _is_closed(start):
-            return Following(frozenset(), True)
+            return Following(frozenset(), is_complete=True)
         if start not in self._kept:
             if len(self._kept) >= _MAX_KEPT:
                 self._kept = {}
@@ -86,7 +86,7 @@ class Language:
                 found += following.is_complete and start != b"-0"  # which is 0
                 if found >= number:
                     break
-                longer += (start + (following.forced or bytes((each,))) for each in sorted(following.bytes))
+                longer += (start + (following.forced or bytes((each,))) for each in sorted(following.next))
             if tried + len(longer) > _MAX_COUNTED and found + len(longer) < number:
                 raise ValueError(f"uniqueItems is not supported with a minItems of {number} for these items")
             level = sorted(longer, key=lambda start: start[-1] != _QUOTE)

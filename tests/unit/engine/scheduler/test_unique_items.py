@@ -50,8 +50,8 @@ _ENDS_SCALAR = re.compile(r'("(?:[^"\\]|\\.)*(?:"|$))|([-0-9a-z]+)(?=[^-0-9a-z])
 
 def _byte_level(extra: list[str]) -> Tokenizer:
     byte = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pieces = [*sorted(byte.alphabet()), "<end>", *(byte.pre_tokenize_str(text) for text in extra)]
-    names = [piece if isinstance(piece, str) else "".join(part for part, _ in piece) for piece in pieces]
+    names = [*sorted(byte.alphabet()), "<end>"]
+    names += ["".join(part for part, _ in byte.pre_tokenize_str(text)) for text in extra]
     built = Tokenizer(models.BPE({name: at for at, name in enumerate(dict.fromkeys(names))}, []))
     built.pre_tokenizer, built.decoder = byte, decoders.ByteLevel()
     built.add_special_tokens(["<end>"])
@@ -64,7 +64,7 @@ def _compiler(folder: Path, tokenizer: Tokenizer, end: str) -> GrammarCompiler:
     (folder / "tokenizer_config.json").write_text("{}")
     architecture = replace(TINY, vocab_size=tokenizer.get_vocab_size())
     return GrammarCompiler(
-        engine_config(tokenizer=folder, architecture=architecture, eos=(tokenizer.token_to_id(end),)).model
+        engine_config(tokenizer=folder, architecture=architecture, eos=(tokenizer.get_vocab()[end],)).model
     )
 
 
