@@ -67,6 +67,10 @@ class TokenTexts:
                 self.ending.setdefault(found[1], []).append(token)
         self.lists = self._matching(_SECOND_ITEM, with_long=False)
         self.from_string = self._matching(rb'^(?:[^"\\]|\\.)*"\s*' + _NEXT_ITEM + rb"|" + _SECOND_ITEM)
+        self.reopening = self._matching(rb'^(?:[^"\\]|\\.)*"\s*,\s*"\Z', with_long=False)
+        """Tokens that end a string and only begin the next one."""
+        short = self.reopening[[len(texts[token]) <= _MAX_TOKEN for token in self.reopening.tolist()]]
+        self.from_string = np.setdiff1d(self.from_string, short)
         self.from_outside = self._matching(_WHOLE_ITEM + rb"|" + _NEXT_ITEM + rb"|" + _SECOND_ITEM)
         self.quotes = self._matching(rb'"')
         self.commas = self._matching(rb",")
@@ -125,6 +129,12 @@ class _DeadEnds:
     @property
     def is_used_up(self) -> bool:
         return self.topmost[:1] == [b""]
+
+    @property
+    def has_several_strings(self) -> bool:
+        """Whether a string can begin in two ways, so that no one item makes its quote a dead end."""
+        following = self._language.following(b'"')
+        return following is not None and len(following.next) - len(self._below.get(b'"', ())) > 1
 
     def add(self, item: bytes, used: set[bytes] | frozenset[bytes]) -> None:
         """Add one of the used items."""
@@ -424,6 +434,8 @@ class UniqueItems:
         if not reader.is_string and text in items.texts:
             removed.append(tokens.first_end)
         check = {*_allowed(mask, tokens.from_string if reader.is_string else tokens.from_outside)}
+        if reader.is_string and next_ones is not None and not next_ones.has_several_strings:
+            check.update(_allowed(mask, tokens.reopening))
         if next_ones is not None and next_ones.is_nearly_used_up:
             check.update(_allowed(mask, tokens.commas))
         return check
