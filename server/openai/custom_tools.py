@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.parsers.input_grammar import INPUT, InputGrammar
-from quire.server.text.patterns import rewritten
+from quire.server.text.patterns import check
 
 _FLAGS = re.compile(r"(?:\(\?[a-z]*(?:-[a-z]+)?\))*")
 """The flags at the beginning of a regular expression."""
@@ -49,7 +49,7 @@ def _whole_pattern(definition: str, param: str) -> str:
     whole = f"{flags[0]}^(?:{definition[flags.end() :]})$"
     try:
         for pattern in (definition, whole):
-            rewritten(pattern)
+            check(pattern)
     except ValueError as error:
         raise InvalidParameter(f"{param}: the regular expression {error}", param) from None
     return whole

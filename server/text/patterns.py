@@ -5,7 +5,7 @@ one meaning, such as `\\-`, `(?P<name>…)` and `(?i)`. llguidance reads the syn
 have operators and names of groups can have a meaning. It quotes the result as JSON, and adds `"` and `\\` to a class
 with all control characters, such as `[^"]`. So the result uses only what both syntaxes have in common: explicit
 classes, without the control characters that JSON can only write as numeric escapes, and groups without names.
-Rewriting it again does not change it.
+Look-arounds are replaced (`quire.server.text.automata`). Rewriting the result again does not change it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,17 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import NamedTuple
 
-Ranges = Sequence[tuple[int, int]]
-"""Code points, as ranges that include both ends."""
+from quire.server.text import automata
+from quire.server.text.characters import CharacterSet, Ranges, complement, joined, written
 
 MAX_REGEX_LENGTH = 16 * 1024
 """Characters of a pattern."""
 MAX_GROUP_DEPTH = 100
 """Nested groups in a pattern."""
 
-_UNWRITABLE = ((0, 7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F))
-"""Control characters that JSON can only write as numeric escapes, which are not allowed in the output."""
-_SURROGATES = ((0xD800, 0xDFFF),)
-_LAST = 0x10FFFF
 _LINE_ENDS = ((0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029))
 _SHORTHANDS: dict[str, Ranges] = {
     "d": ((0x30, 0x39),),
@@ -39,10 +34,6 @@ _SHORTHANDS: dict[str, Ranges] = {
     ),
 }
 _CONTROLS = {"t": 9, "n": 0xA, "v": 0xB, "f": 0xC, "r": 0xD}
-_SPECIAL = frozenset(r"\^$.*+?()[]{}|/")
-_SPECIAL_IN_CLASS = frozenset(r"\[]^-&~/")
-_NOTHING = r"[^\u{0}-\u{10ffff}]"
-"""No character."""
 _CASED = 0x1E944
 """Beyond this code point, no character has an upper and a lower case."""
 
@@ -60,24 +51,63 @@ _CONTROL = re.compile(r"c([a-zA-Z])")
 _PROPERTY = re.compile(r"([pP])(?:\{([A-Za-z_]+(?:=[A-Za-z0-9_]+)?)\}|([A-Z]))")
 
 
-class _Set(NamedTuple):
-    """An item of a class that is not a single character."""
-
-    ranges: Ranges = ()
-    properties: tuple[str, ...] = ()
-    """Unicode properties as they are written, such as `\\p{L}`."""
-
-
 class Generated(str):
     """A pattern that the rewriting of a schema has made, which may be longer than `MAX_REGEX_LENGTH`."""
 
     __slots__ = ()
 
 
+def check(pattern: str) -> None:
+    """Raise ValueError if a pattern contains something that is not supported, unless only an automaton finds it."""
+    _normal(pattern, lambda number: None)
+
+
 def rewritten(pattern: str, step: Callable[[int], None] = lambda number: None) -> str:
     """Return the regular expression for llguidance; raises ValueError that says what is not supported. `step` is told
     the number of steps of about 10 microseconds before they are done.
     """
+    result = _normal(pattern, step)
+    return result if automata.is_plain(result) else automata.plain(result, step)
+
+
+def conjunction(pattern: str, step: Callable[[int], None] = lambda number: None) -> list[str]:
+    """Return regular expressions for llguidance that a text must all match to match the pattern. Raises as `rewritten`
+    does, but fewer look-arounds are too complex.
+    """
+    result = _normal(pattern, step)
+    return [result] if automata.is_plain(result) else automata.conjunction(result, step)
+
+
+def matches_any(pattern: str, step: Callable[[int], None]) -> bool:
+    """Return whether any text matches; raises ValueError if that cannot be decided."""
+    return automata.matches_any(_normal(pattern, step), step)
+
+
+def joint(included: Iterable[str], excluded: Iterable[str] = ()) -> str:
+    """Return the pattern of the texts that match all of some patterns, and none of others; raises ValueError as `check`
+    does.
+    """
+    signed = [*((each, "=") for each in included), *((each, "!") for each in excluded)]
+    return Generated("".join(_containing(pattern, sign) for pattern, sign in signed))
+
+
+def constants(texts: Iterable[str]) -> str:
+    """Return the pattern of these texts."""
+    escaped = ("".join(each if each.isalnum() else rf"\u{{{ord(each):x}}}" for each in text) for text in texts)
+    return Generated(f"^(?:{'|'.join(escaped)})$")
+
+
+def _containing(pattern: str, sign: str) -> str:
+    """Return a look-around for the whole text, from its beginning."""
+    check(pattern)
+    flags = ""
+    while (found := _FLAGS.match(pattern)) and found[3] == ")":
+        flags, pattern = flags + found[0].removesuffix(")") + ":", pattern[found.end() :]
+    return rf"^(?{sign}[\s\S]*(?:{flags}{pattern}{')' * flags.count(':')}))"
+
+
+def _normal(pattern: str, step: Callable[[int], None]) -> str:
+    """Return the expression in the notation that llguidance reads, with its look-arounds."""
     if len(pattern) > MAX_REGEX_LENGTH and not isinstance(pattern, Generated):
         raise ValueError(f"has {len(pattern)} characters, more than {MAX_REGEX_LENGTH}")
     return _Rewriter(pattern, step).result()
@@ -135,12 +165,13 @@ class _Rewriter:
 
     def _term(self) -> str:
         is_anchor = self._sees("^") or self._sees("$")
+        is_assertion = is_anchor or _LOOK_AROUND.match(self._text, self._at) is not None
         atom = self._next() if is_anchor else self._atom()
         if (quantifier := self._match(_QUANTIFIER)) is None:
             return atom
         least, most = quantifier[1], quantifier[2]
-        if is_anchor:
-            raise ValueError(f"repeats {atom}")
+        if is_assertion:
+            raise ValueError(f"repeats {atom if is_anchor else 'a look-around'}")
         if max(len(least or ""), len(most or "")) > 9:
             raise ValueError("has a count of more than 9 digits")
         if most and int(least) > int(most):
@@ -171,7 +202,9 @@ class _Rewriter:
             case "[":
                 return self._class()
             case ".":
-                return _written(_Set(() if "s" in self._flags else _LINE_ENDS), is_negated=True)
+                return written(CharacterSet(() if "s" in self._flags else _LINE_ENDS), is_negated=True)
+            case "\\" if self._sees("b") or self._sees("B"):
+                return self._boundary(self._next())
             case "\\":
                 item = self._escape()
             case "*" | "+" | "?":
@@ -182,20 +215,21 @@ class _Rewriter:
                 raise ValueError(r"has an unclear ]; write \]")
             case character:
                 item = _code(character)
-        return _written(self._cases(item))
+        return written(self._cases(item))
 
     def _group(self) -> str:
-        outer = self._flags
+        outer, opening = self._flags, "(?:"
         if found := _FLAGS.match(self._text, self._at):
             if found[3] == ")":
                 raise ValueError("sets flags after its beginning; write (?i:…)")
             self._set_flags(found)
         elif not self._match(_NAMED):
-            if _LOOK_AROUND.match(self._text, self._at):
-                raise ValueError("contains a look-around, which is not supported")
-            if self._sees("(?"):
+            if look_around := self._match(_LOOK_AROUND):
+                opening = look_around[0]
+            elif self._sees("(?"):
                 raise ValueError(f"contains {self._text[self._at : self._at + 3]}, which is not supported")
-            self._at += 1
+            else:
+                self._at += 1
         self._depth += 1
         if self._depth > MAX_GROUP_DEPTH:
             raise ValueError(f"has more than {MAX_GROUP_DEPTH} nested groups")
@@ -205,7 +239,13 @@ class _Rewriter:
         self._at += 1
         self._depth -= 1
         self._flags = outer
-        return f"(?:{inner})"
+        return f"{opening}{inner})"
+
+    def _boundary(self, kind: str) -> str:
+        """The place between a word and something else, or with "B" any other place."""
+        word = written(self._cases(CharacterSet(_SHORTHANDS["w"])))
+        sides = ("=!", "!=") if kind == "b" else ("==", "!!")
+        return f"(?:{'|'.join(f'(?<{before}{word})(?{after}{word})' for before, after in sides)})"
 
     def _set_flags(self, found: re.Match[str]) -> None:
         off = found[2] or ""
@@ -219,7 +259,7 @@ class _Rewriter:
         is_negated = self._sees("^")
         self._at += is_negated
         self._has_ambiguous_class |= self._sees("]")
-        items: list[int | _Set] = []
+        items: list[int | CharacterSet] = []
         while not self._sees("]"):
             first = self._class_item()
             if not self._sees("-") or self._sees("-]"):
@@ -232,14 +272,16 @@ class _Rewriter:
             elif first > last:
                 raise ValueError("has a range whose ends are in the wrong order")
             else:
-                items.append(_Set(((first, last),)))
+                items.append(CharacterSet(((first, last),)))
         self._at += 1
         self._step(len(items) // 4)
-        sets = [_Set(((item, item),)) if isinstance(item, int) else item for item in items]
-        union = _Set([each for one in sets for each in one.ranges], tuple(p for one in sets for p in one.properties))
-        return _written(self._cases(union), is_negated)
+        sets = [CharacterSet(((item, item),)) if isinstance(item, int) else item for item in items]
+        union = CharacterSet(
+            [each for one in sets for each in one.ranges], tuple(p for one in sets for p in one.properties)
+        )
+        return written(self._cases(union), is_negated)
 
-    def _class_item(self) -> int | _Set:
+    def _class_item(self) -> int | CharacterSet:
         match self._next():
             case "\\" if self._sees("b"):
                 self._at += 1
@@ -254,13 +296,13 @@ class _Rewriter:
             case character:
                 return _code(character)
 
-    def _escape(self) -> int | _Set:
+    def _escape(self) -> int | CharacterSet:
         """What is after a backslash."""
         if found := self._match(_HEX):
             code = int(found[1] or found[2] or found[3], 16)
             if 0xD800 <= code < 0xDC00 and found[2] and (low := self._match(_LOW_SURROGATE)):
                 code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
-            if code > _LAST:
+            if code > 0x10FFFF:
                 raise ValueError(f"contains \\{found[0]}, which is not a character")
             return _code(chr(code))
         if found := self._match(_CONTROL):
@@ -268,11 +310,11 @@ class _Rewriter:
         if found := self._match(_PROPERTY):
             if "i" in self._flags:
                 raise ValueError(f"contains \\{found[0]}, which is not supported together with (?i)")
-            return _Set(properties=(f"\\{found[1]}{{{found[2] or found[3]}}}",))
+            return CharacterSet(properties=(f"\\{found[1]}{{{found[2] or found[3]}}}",))
         character = self._next()
         if (ranges := _SHORTHANDS.get(character.lower())) is not None:
-            ranges = self._cases(_Set(ranges)).ranges
-            return _Set(ranges if character.islower() else _complement(ranges))
+            ranges = self._cases(CharacterSet(ranges)).ranges
+            return CharacterSet(ranges if character.islower() else complement(ranges))
         if character in _CONTROLS:
             return _CONTROLS[character]
         if character == "0" and not re.match(r"[0-9]", self._text[self._at : self._at + 1]):
@@ -281,17 +323,18 @@ class _Rewriter:
             raise ValueError(f"contains \\{character}, which is not supported")
         return _code(character)
 
-    def _cases(self, item: int | _Set) -> _Set:
+    def _cases(self, item: int | CharacterSet) -> CharacterSet:
         """The item with the other cases of its characters, if cases are ignored."""
-        found = _Set(((item, item),)) if isinstance(item, int) else item
+        found = CharacterSet(((item, item),)) if isinstance(item, int) else item
         if "i" not in self._flags:
             return found
         cases, ordered = _cases()
-        joined = _joined(found.ranges)
-        places = [(bisect_left(ordered, first), bisect_right(ordered, last)) for first, last in joined]
+        places = [(bisect_left(ordered, first), bisect_right(ordered, last)) for first, last in joined(found.ranges)]
         self._step(sum(end - start for start, end in places) // 3)
         cased = [code for start, end in places for code in ordered[start:end]]
-        return _Set((*found.ranges, *((other, other) for code in cased for other in cases[code])), found.properties)
+        return CharacterSet(
+            (*found.ranges, *((other, other) for code in cased for other in cases[code])), found.properties
+        )
 
 
 def _code(character: str) -> int:
@@ -310,55 +353,3 @@ def _cases() -> tuple[dict[int, list[int]], list[int]]:
         groups[character.casefold()].append(ord(character))
     cases = {code: group for group in groups.values() if len(group) > 1 for code in group}
     return cases, sorted(cases)
-
-
-def _joined(ranges: Ranges) -> Ranges:
-    """The ranges in order, as few as possible."""
-    result: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        if result and first <= result[-1][1] + 1:
-            result[-1] = (result[-1][0], max(last, result[-1][1]))
-        else:
-            result.append((first, last))
-    return result
-
-
-def _complement(ranges: Ranges) -> Ranges:
-    joined = _joined(ranges)
-    starts = (0, *(last + 1 for _, last in joined))
-    ends = (*(first - 1 for first, _ in joined), _LAST)
-    return [(start, end) for start, end in zip(starts, ends, strict=True) if start <= end]
-
-
-def _written(found: _Set, is_negated: bool = False) -> str:
-    """An expression for one character of a set, or for one that is not in it."""
-    if found.properties and is_negated:
-        return _negated(found.ranges, found.properties)
-    inverse = {"p": "P", "P": "p"}
-    parts = [_negated((), (f"\\{inverse[each[1]]}{each[2:]}",)) for each in found.properties]
-    if found.ranges or not parts:
-        own = found.ranges if is_negated else _complement(found.ranges)
-        ranges = _complement((*own, *_UNWRITABLE, *_SURROGATES))
-        if not ranges:
-            parts.append(_NOTHING)
-        elif len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-            parts.append(_character(ranges[0][0], _SPECIAL))
-        else:
-            parts.append(f"[{_items(ranges)}]")
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
-
-
-def _negated(ranges: Ranges, properties: Sequence[str]) -> str:
-    return f"[^{_items(_joined((*ranges, *_UNWRITABLE)))}{''.join(properties)}]"
-
-
-def _items(ranges: Ranges) -> str:
-    ends = ((_character(first, _SPECIAL_IN_CLASS), _character(last, _SPECIAL_IN_CLASS)) for first, last in ranges)
-    return "".join(first if first == last else f"{first}-{last}" for first, last in ends)
-
-
-def _character(code: int, special: frozenset[str]) -> str:
-    character = chr(code)
-    if character in special:
-        return f"\\{character}"
-    return character if character.isprintable() else f"\\u{{{code:x}}}"
