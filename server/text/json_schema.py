@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
@@ -21,6 +21,7 @@ from urllib.parse import unquote
 from quire.engine.scheduler.grammar import JSON_OPTIONS
 from quire.server.text import patterns
 from quire.server.text.schemas.common import Budget, Resolve, Shared
+from quire.server.text.schemas.disjoint import is_empty
 from quire.server.text.schemas.formats import FORMATS, REJECTED_FORMATS
 from quire.server.text.schemas.references import subschemas, with_pointers
 from quire.server.text.schemas.rewriting import rewritten
@@ -51,6 +52,11 @@ _MAX_NAME = 64
 """Characters of a definition's name in a checked schema, without its number."""
 MAX_ADDED_SCHEMAS = 4096
 """Schemas that rewriting may add to those of a schema, which takes some tens of milliseconds."""
+_PRUNING_STEPS = 10_000
+"""Steps to find schemas that no value matches."""
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+_MOST = 1e18
+"""The largest bound of numbers that llguidance supports, about."""
 _LEAST = 1e-17
 """The least number above an exclusive bound of 0."""
 _AT_THE_ROOT = {"$schema", "$id", "id"}
@@ -92,8 +98,10 @@ class _SchemaWalk:
         self._keeps_unique_items = keeps_unique_items
         self._dropped = dropped
         self._budget = budget
-        self._patterns: dict[str, str] = {}
-        """Rewritten patterns."""
+        self._names_by_pattern: dict[str, str] = {}
+        """Rewritten patterns of `patternProperties`."""
+        self._conjunctions: dict[str, list[str]] = {}
+        """Rewritten patterns of `pattern`."""
         self._root = {key: value for key, value in with_pointers(root).items() if key not in _AT_THE_ROOT}
         self._targets: dict[str, Any] = {}
         """The rewritten targets of references, by name."""
@@ -124,8 +132,10 @@ class _SchemaWalk:
             checked = {} if checked else {"anyOf": []}
         if self._targets:
             checked["$defs"] = self._targets
-        if not self._is_finite(checked):
+        if id(checked) not in self._finite(checked):
             raise self._error("$ref", "", "refers to itself endlessly, so no value can be complete")
+        if self._targets:
+            self._close_unsatisfiable(checked)
         return checked
 
     def _schema(self, schema: Any, path: str) -> Any:
@@ -139,6 +149,7 @@ class _SchemaWalk:
 
         schema, parts = rewritten(schema, self._resolve, lambda name, error: self._drop(name, path, str(error)))
         result: dict[str, Any] = {}
+        more: list[Any] = []
         for keyword, value in schema.items():
             here = _below(path, keyword)
             self._write(keyword, value, path)
@@ -157,10 +168,12 @@ class _SchemaWalk:
                 result[keyword] = self._reference(value, path)
             elif keyword == "pattern" and isinstance(value, str):
                 try:
-                    result[keyword] = self._pattern(value)
+                    result[keyword], *others = self._conjunction(value)
                 except ValueError as error:
                     self._drop(keyword, path, str(error))
-                self._write(keyword, result.get(keyword), path)
+                    continue
+                self._write(keyword, [result[keyword], *others], path)
+                more += [{"$comment": here, keyword: other} for other in others]
             elif keyword == "uniqueItems" and not self._keeps_unique_items:
                 self._drop(keyword, path, "is only supported for items with few values here")
             elif keyword in _ENFORCED:
@@ -173,7 +186,7 @@ class _SchemaWalk:
                 raise self._error(keyword, path, "contains an unpaired surrogate")
         self._check(schema, path)
         _exclude_whole_bounds(result)
-        more = [self._replacement(keyword, part, path) for keyword, found in parts.items() for part in found]
+        more += [self._replacement(keyword, part, path) for keyword, found in parts.items() for part in found]
         if (format := _format(result.pop("format", ""))) is not None:
             self._write("format", format, path)
             more.append({"$comment": _below(path, "format"), **format})
@@ -210,7 +223,9 @@ class _SchemaWalk:
         result: dict[str, Any] = {}
         for name, schema in schemas.items():
             try:
-                pattern = self._pattern(name)
+                if name not in self._names_by_pattern:
+                    self._names_by_pattern[name] = patterns.rewritten(name, self._budget.step)
+                pattern = self._names_by_pattern[name]
             except ValueError as error:
                 self._drop("patternProperties", path, str(error))
                 continue
@@ -220,11 +235,11 @@ class _SchemaWalk:
         self._write("patternProperties", result, path)
         return result
 
-    def _pattern(self, pattern: str) -> str:
-        """Return a rewritten pattern; raises ValueError."""
-        if pattern not in self._patterns:
-            self._patterns[pattern] = patterns.rewritten(pattern, self._budget.step)
-        return self._patterns[pattern]
+    def _conjunction(self, pattern: str) -> list[str]:
+        """Return the patterns that replace one; raises ValueError."""
+        if pattern not in self._conjunctions:
+            self._conjunctions[pattern] = patterns.conjunction(pattern, self._budget.step)
+        return self._conjunctions[pattern]
 
     def _write(self, keyword: str, value: Any, path: str) -> None:
         """Take the bytes of a keyword from the budget, without those of the schemas in it."""
@@ -284,8 +299,39 @@ class _SchemaWalk:
             name = f"{wanted}_{self._namesakes[wanted]}"
         return name
 
-    def _is_finite(self, root: dict[str, Any]) -> bool:
-        """Return whether a complete value exists; True if that is unclear.
+    def _close_unsatisfiable(self, root: dict[str, Any]) -> None:
+        """Replace references to schemas that no value matches by `False`, since llguidance refuses them even where
+        others are allowed instead. Some may remain.
+        """
+        resolve = Resolve(lambda reference: self._target_of(reference, root), Budget(_PRUNING_STEPS))
+        try:
+            empty = {id(each) for each in self._visited(root) if is_empty(each, resolve)}
+        except ValueError:
+            empty = set()
+        finite = self._finite(root, empty)
+        for schema in self._visited(root):
+            for (keyword, *names), each in subschemas(schema, ()):
+                if isinstance(each, dict) and "$ref" in each and id(each) not in finite:
+                    holder, name = (schema[keyword], names[0]) if names else (schema, keyword)
+                    holder[name] = False
+
+    def _visited(self, root: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return all checked schemas."""
+        found = [root, *(each for each in self._targets.values() if isinstance(each, dict))]
+        for schema in found:
+            if schema is not root or "$defs" not in schema:
+                inner = schema
+            else:
+                inner = {keyword: value for keyword, value in schema.items() if keyword != "$defs"}
+            found += (each for _, each in subschemas(inner, ()) if isinstance(each, dict))
+        return found
+
+    def _target_of(self, reference: Any, root: dict[str, Any]) -> Any:
+        return root if reference == "#" else self._targets[reference.removeprefix("#/$defs/")]
+
+    def _finite(self, root: dict[str, Any], empty: Set[int] | None = None) -> set[int]:
+        """Return the identities of the schemas of which complete values exist; also of those where that is unclear.
+        With `empty`, schemas that no value matches, what needs these is left out, too.
 
         A schema is finite once each of its needs has a finite alternative. So finiteness propagates from schemas
         without needs to the schemas that depend on them; each need is visited once.
@@ -297,12 +343,18 @@ class _SchemaWalk:
         met.
         """
         finite: list[int] = []
+        found: set[int] = set()
         pending: list[dict[str, Any]] = [root]
         while pending:
             schema = pending.pop()
             if id(schema) in unmet:
                 continue
-            needs = [need for need in self._needs(schema, root) if all(isinstance(each, dict) for each in need)]
+            if empty is None:
+                needs = [need for need in self._needs(schema, root) if all(isinstance(each, dict) for each in need)]
+            else:
+                needs = [[one for one in need if one is not False] for need in self._needs(schema, root)]
+                needs = [need for need in needs if True not in need]
+                needs += [[]] if id(schema) in empty else []
             unmet[id(schema)] = len(needs)
             if not needs:
                 finite.append(id(schema))
@@ -310,19 +362,22 @@ class _SchemaWalk:
                 for each in need:
                     waiting.setdefault(id(each), []).append((id(schema), need))
                     pending.append(each)
-        while finite and unmet[id(root)]:
-            for waiter, need in waiting.get(finite.pop(), ()):
+            if empty is not None:
+                pending += (each for _, each in subschemas(schema, ()) if isinstance(each, dict))
+        while finite:
+            found.add(one := finite.pop())
+            for waiter, need in waiting.get(one, ()):
                 if need:
                     need.clear()
                     unmet[waiter] -= 1
                     if not unmet[waiter]:
                         finite.append(waiter)
-        return not unmet[id(root)]
+        return found
 
     def _needs(self, schema: dict[str, Any], root: dict[str, Any]) -> Iterator[list[Any]]:
         """The schemas that must be complete for a value of this schema to be complete: one of each list."""
         if (reference := schema.get("$ref")) is not None:
-            yield [root if reference == "#" else self._targets[reference.removeprefix("#/$defs/")]]
+            yield [self._target_of(reference, root)]
         for keyword in ("anyOf", "oneOf"):
             if options := schema.get(keyword):
                 yield list(options)
@@ -421,10 +476,14 @@ def _exclude_whole_bounds(schema: dict[str, Any]) -> None:
     """Turn whole exclusive bounds of numbers into inclusive ones that are a few units of precision away from zero.
 
     llguidance allows the bound itself if the other bound has the same whole part: 3 with more than 3 and less than 3.5.
-    It may read a bound wrong in its last place.
+    It may read a bound wrong in its last place. Numbers beyond `_MOST` are lost if there is a bound beyond it.
     """
     if schema.get("type") == "integer":
         return
+    for keyword in schema.keys() & _BOUNDS.keys():
+        end, value = _BOUNDS[keyword], schema[keyword]
+        if isinstance(value, int | float) and not isinstance(value, bool) and value * end > _MOST:
+            schema[keyword] = end * _MOST
     for bound, exclusive, end in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         value = schema.get(bound) if schema.get(exclusive) is True else schema.get(exclusive)
         if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 or not 0 <= end * value < 2**50:

@@ -20,15 +20,15 @@ MAX_REWRITTEN_BYTES = 1024 * 1024
 class Budget:
     """What rewriting a schema, or several of one request, may cost."""
 
-    def __init__(self) -> None:
-        self.steps = MAX_STEPS
+    def __init__(self, steps: int = MAX_STEPS) -> None:
+        self.steps = steps
         self.bytes = MAX_REWRITTEN_BYTES
 
     def step(self, number: int = 1) -> None:
         """Take steps; raises ValueError if that were too many."""
         self.steps -= number
         if self.steps < 0:
-            raise ValueError("has alternatives that are too complex to be compared")
+            raise ValueError("has alternatives or patterns that are too complex to be compared")
 
     def write(self, number: int) -> None:
         """Take bytes of the rewritten schema; raises ValueError if that were too many."""

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.server.text import patterns
 from quire.server.text.schemas.common import Resolve, Schema, canonical, type_of
+from quire.server.text.schemas.formats import superset
 from quire.server.text.schemas.normal import normalized
 
 _ATOMS = {
@@ -20,6 +22,8 @@ _ALL = frozenset(_ATOMS)
 _MAX_DEPTH = 12
 _MAX_COMPARED = 90
 """Alternatives that are compared in pairs."""
+_MAX_LENGTH = 200
+"""Lengths that are compared with patterns."""
 _MAX_ITEMS = 8
 """Items of two arrays that are compared."""
 
@@ -35,6 +39,8 @@ class _Facts:
     """By canonical text; None if they are not enumerated."""
     number: _Range = (-math.inf, math.inf)
     length: _Range = (0, math.inf)
+    patterns: frozenset[str] = frozenset()
+    """Patterns that strings match, also those of formats."""
     size: _Range = (0, math.inf)
     """The number of an array's items."""
     required: frozenset[str] = frozenset()
@@ -64,6 +70,26 @@ def are_disjoint(one: Any, other: Any, resolve: Resolve) -> bool:
     """Return whether no value matches both schemas; False if that is not certain."""
     comparison = _Comparison(resolve)
     return comparison.are_disjoint(comparison.facts([one]), comparison.facts([other]))
+
+
+def is_empty(schema: Any, resolve: Resolve) -> bool:
+    """Return whether no value matches a schema; False if that is not certain."""
+    facts = _Comparison(resolve).facts([schema])
+    ranges = {"string": facts.length, "array": facts.size, "integer": facts.number, "number": facts.number}
+    bounds = {name: ranges.get(name, (0, 0)) for name in facts.types}
+    types = {name for name, (low, high) in bounds.items() if low <= high}
+    return not types or (types == {"string"} and not _some_text_matches(facts, resolve))
+
+
+def _some_text_matches(facts: _Facts, resolve: Resolve) -> bool:
+    least, most = facts.length
+    if not facts.patterns or (least, most) == (0, math.inf) or least > _MAX_LENGTH:
+        return True
+    length = rf"^[\s\S]{{{least},{most if most <= _MAX_LENGTH else ''}}}$"
+    try:
+        return patterns.matches_any(patterns.joint([*sorted(facts.patterns), length]), resolve.step)
+    except ValueError:
+        return True
 
 
 def finite_values(schema: Any, resolve: Resolve) -> list[Any] | None:
@@ -129,7 +155,7 @@ class _Comparison:
             case "integer" | "number":
                 return _are_apart(one.number, other.number)
             case "string":
-                return _are_apart(one.length, other.length)
+                return _are_apart(one.length, other.length) or self._is_none_matched(one, other)
             case "array":
                 both = int(min(max(one.size[0], other.size[0]), _MAX_ITEMS))
                 return _are_apart(one.size, other.size) or any(
@@ -143,6 +169,18 @@ class _Comparison:
                     for key in sorted(one.required | other.required)
                 )
         return False
+
+    def _is_none_matched(self, one: _Facts, other: _Facts) -> bool:
+        """Return whether no string matches the patterns and is among the values of both; False if not certain."""
+        if not one.patterns | other.patterns:
+            return False
+        values = [facts.values.values() for facts in (one, other) if facts.values is not None]
+        texts = [patterns.constants(value for value in each if isinstance(value, str)) for each in values]
+        try:
+            joint = patterns.joint([*sorted(one.patterns | other.patterns), *texts])
+            return not patterns.matches_any(joint, self._resolve.step)
+        except ValueError:
+            return False
 
     def _property(self, facts: _Facts, name: str, depth: int) -> _Facts:
         """Return what is known about a property."""
@@ -215,6 +253,7 @@ def _merge(facts: _Facts, more: _Facts) -> None:
     for name in ("number", "length", "size"):
         low, high = getattr(more, name)
         _narrow(facts, name, low, high)
+    facts.patterns |= more.patterns
     facts.required |= more.required
     facts.objects += more.objects
     facts.arrays += more.arrays
@@ -248,6 +287,15 @@ def _learn_required(facts: _Facts, value: Any) -> None:
         facts.required |= {each for each in value if isinstance(each, str)}
 
 
+def _learn_pattern(facts: _Facts, value: Any) -> None:
+    if isinstance(value, str):
+        facts.patterns |= {value}
+
+
+def _learn_format(facts: _Facts, value: Any) -> None:
+    _learn_pattern(facts, superset(value))
+
+
 def _learn_bound(name: str, *, is_upper: bool, is_exclusive: bool = False) -> Callable[[_Facts, Any], None]:
     def learn(facts: _Facts, value: Any) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 2**53:
@@ -267,6 +315,8 @@ _LEARN: dict[str, Callable[[_Facts, Any], None]] = {
     "exclusiveMaximum": _learn_bound("number", is_upper=True, is_exclusive=True),
     "minLength": _learn_bound("length", is_upper=False),
     "maxLength": _learn_bound("length", is_upper=True),
+    "pattern": _learn_pattern,
+    "format": _learn_format,
     "minItems": _learn_bound("size", is_upper=False),
     "maxItems": _learn_bound("size", is_upper=True),
 }

@@ -1,7 +1,7 @@
 """The negation of a schema: alternatives, each of which violates one of its keywords.
 
 The negation of a subschema stays `{"not": …}`; it is rewritten where it stands. There is no grammar for numbers that
-are not integral, and for what does not match a pattern: the former are left out, the latter is an error.
+are not integral; they are left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.server.text.patterns import Generated
+from quire.server.text.patterns import Generated, joint
 from quire.server.text.schemas.common import (
     TYPES,
     Resolve,
@@ -25,13 +25,12 @@ from quire.server.text.schemas.common import (
     type_of,
     types_of,
 )
-from quire.server.text.schemas.formats import is_known
+from quire.server.text.schemas.formats import is_known, superset
 from quire.server.text.schemas.normal import normalized
 
 _UNKNOWN = {
-    "pattern", "format", "multipleOf", "patternProperties", "uniqueItems", "unevaluatedItems", "unevaluatedProperties",
-    "$dynamicRef",
-}  # fmt: skip
+    *("multipleOf", "patternProperties", "uniqueItems", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef"),
+}
 _MAX_PAIRED = 8
 """Alternatives of a negated `oneOf`, of which two may match."""
 _MAX_PLACE = 8
@@ -52,7 +51,7 @@ def negated(schema: Any, resolve: Resolve, depth: int = 0) -> list[Any]:
     found: list[Any] = []
     resolve.step(len(schema) // 10)
     for keyword, value in schema.items():
-        if keyword in _UNKNOWN and (keyword != "format" or is_known(value)):
+        if keyword in _UNKNOWN:
             raise ValueError(f"excludes {keyword}, for whose opposite there is no grammar")
         if keyword == "$ref":
             found += negated(resolve(value), resolve, depth + 1)
@@ -151,6 +150,21 @@ def _limit(keyword: str, opposite: str, kind: str, step: int) -> Callable[[Schem
         return [{"type": kind, opposite: limit}] if limit >= 0 else []
 
     return negate
+
+
+def _pattern(schema: Schema, resolve: Resolve) -> list[Any]:
+    if not isinstance(schema["pattern"], str):
+        raise ValueError("excludes a pattern that is not a string")
+    return [{"type": "string", "pattern": joint((), [schema["pattern"]])}]
+
+
+def _format(schema: Schema, resolve: Resolve) -> list[Any]:
+    """Loses some strings that look like a hostname or a URI, but are none."""
+    if not is_known(schema["format"]):
+        return []
+    if (pattern := superset(schema["format"])) is None:
+        raise ValueError("excludes format, for whose opposite there is no grammar")
+    return [{"type": "string", "pattern": joint((), [pattern])}]
 
 
 def _required(schema: Schema, resolve: Resolve) -> list[Any]:
@@ -292,6 +306,8 @@ _NEGATIONS: dict[str, Callable[[Schema, Resolve], list[Any]]] = {
     "exclusiveMaximum": _limit("exclusiveMaximum", "minimum", "number", 0),
     "minLength": _limit("minLength", "maxLength", "string", -1),
     "maxLength": _limit("maxLength", "minLength", "string", 1),
+    "pattern": _pattern,
+    "format": _format,
     "minItems": _limit("minItems", "maxItems", "array", -1),
     "maxItems": _limit("maxItems", "minItems", "array", 1),
     "minProperties": _limit("minProperties", "maxProperties", "object", -1),

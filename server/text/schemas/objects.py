@@ -6,6 +6,7 @@ in the schema, and the first additional one, count for `minProperties`.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from quire.server.text import patterns
@@ -20,9 +21,11 @@ from quire.server.text.schemas.common import (
     strings,
     subsets,
 )
-from quire.server.text.schemas.formats import NAME_PATTERNS, is_known
 from quire.server.text.schemas.normal import normalized
+from quire.server.text.schemas.strings import pattern_of
 
+_MAX_PATTERNS = 6
+"""Patterns of names that may overlap."""
 _ANNOTATIONS = {"$comment", "title", "description", "default", "examples"}
 
 
@@ -60,57 +63,79 @@ def _finite_names(names: Any, resolve: Resolve, depth: int = 0) -> list[str] | N
 
 def property_names(schema: Schema, resolve: Resolve) -> list[Any]:
     """Names as `properties`, and patterns of names as `patternProperties`."""
-    return for_type(schema, "object", [{"allOf": _parts(schema["propertyNames"], resolve)}])
+    matching: list[str] = []
+    parts = _parts(schema["propertyNames"], resolve, matching)
+    if matching:
+        pattern = matching[0] if len(matching) == 1 else patterns.joint(matching)
+        parts.append({"patternProperties": {pattern: True}, "additionalProperties": False})
+    return for_type(schema, "object", [{"allOf": parts}])
 
 
-def _parts(names: Any, resolve: Resolve, depth: int = 0) -> list[Any]:
-    """Return what objects satisfy if their properties have such names."""
+def _parts(names: Any, resolve: Resolve, matching: list[str], depth: int = 0) -> list[Any]:
+    """Return what objects satisfy if their properties have such names, and append patterns that the names match."""
     if depth > 8:
         raise ValueError("refers to itself")
     resolve.step()
     if isinstance(names, bool):
         return [] if names else [{"maxProperties": 0}]
     parts: list[Any] = []
+    conditions: Schema = {}
     names = normalized(mapping(names))
     for keyword, value in names.items():
         match keyword:
             case "$ref":
-                parts += _parts(resolve(value), resolve, depth + 1)
+                parts += _parts(resolve(value), resolve, matching, depth + 1)
             case "allOf":
                 for each in listed(value):
-                    parts += _parts(each, resolve, depth + 1)
+                    parts += _parts(each, resolve, matching, depth + 1)
             case "type":
                 if "string" not in (value if isinstance(value, list) else [value]):
                     parts.append({"maxProperties": 0})
             case "const" | "enum":
                 allowed = [each for each in ([value] if keyword == "const" else listed(value)) if isinstance(each, str)]
                 parts.append({"properties": dict.fromkeys(allowed, True), "additionalProperties": False})
-            case "pattern":
-                patterns.rewritten(value, resolve.step)
-                parts.append({"patternProperties": {value: True}, "additionalProperties": False})
-            case "minLength" | "maxLength" if keyword == "minLength" or "minLength" not in names:
-                least, most = count(names.get("minLength", 0)), names.get("maxLength")
-                pattern = rf"^[\s\S]{{{least},{'' if most is None else count(most)}}}$"
-                parts.append({"patternProperties": {pattern: True}, "additionalProperties": False})
-            case "format" if isinstance(value, str) and value in NAME_PATTERNS:
-                parts.append({"patternProperties": {NAME_PATTERNS[value]: True}, "additionalProperties": False})
-            case "format" if not is_known(value):
-                pass
-            case "not" if isinstance(value, dict) and len(value) == 1 and "pattern" in value:
-                patterns.rewritten(value["pattern"], resolve.step)
-                parts.append({"patternProperties": {value["pattern"]: False}})
             case "not" if isinstance(value, dict) and len(value) == 1 and value.keys() <= {"const", "enum"}:
                 found = listed(value.get("enum", [value.get("const")]))
                 parts.append({"properties": {each: False for each in found if isinstance(each, str)}})
-            case "anyOf" | "oneOf" | "not" | "if" | "format" | "contentSchema" | "$dynamicRef":
-                raise ValueError(f"contains {keyword}, which cannot be enforced for names")
+            case "if" | "then" | "else":
+                conditions |= {key: names[key] for key in ("if", "then", "else") if key in names}
+            case "pattern":
+                patterns.rewritten(value, resolve.step)
+                matching.append(value)
+            case _:
+                conditions[keyword] = value
+    pattern = pattern_of(conditions, resolve)
+    if pattern != "^":
+        patterns.rewritten(pattern, resolve.step)
+        matching.append(pattern)
     return parts
+
+
+def disjoint_patterns(schema: Schema, resolve: Resolve) -> Schema:
+    """Return a schema of whose `patternProperties` each name matches one at most."""
+    given = mapping(schema["patternProperties"])
+    if not 1 < len(given) <= _MAX_PATTERNS:
+        return schema
+    overlapping: set[str] = set()
+    for pair in itertools.combinations(given, 2):
+        try:
+            overlapping |= {*pair} if patterns.matches_any(patterns.joint(pair), resolve.step) else set()
+        except ValueError:
+            return schema  # what is wrong with the patterns is found later
+    found = {name: each for name, each in given.items() if name not in overlapping}
+    names = [name for name in given if name in overlapping]
+    for size in range(1, len(names) + 1):
+        for chosen in itertools.combinations(names, size):
+            pattern = patterns.joint(chosen, [name for name in names if name not in chosen])
+            if patterns.matches_any(pattern, resolve.step):
+                found[pattern] = given[chosen[0]] if size == 1 else {"allOf": [given[name] for name in chosen]}
+    return {**schema, "patternProperties": found}
 
 
 def max_properties(schema: Schema, resolve: Resolve) -> list[Any] | None:
     """Each choice of properties that may be present, without the others; None if the keyword can stay."""
     most = count(schema["maxProperties"])
-    required, optional, is_closed = _names(schema)
+    required, optional, is_closed = _names(schema, resolve)
     if not optional:
         return None
     room = most - len(required)
@@ -145,7 +170,7 @@ def min_properties(schema: Schema, resolve: Resolve) -> list[Any] | None:
     Loses objects that need two additional properties for the number.
     """
     least = count(schema["minProperties"])
-    required, optional, is_closed = _names(schema)
+    required, optional, is_closed = _names(schema, resolve)
     missing = least - len(required)
     if missing <= 0:
         return []
@@ -170,16 +195,36 @@ def min_properties(schema: Schema, resolve: Resolve) -> list[Any] | None:
     return for_type(schema, "object", choices)
 
 
-def _names(schema: Schema) -> tuple[list[str], list[str], bool]:
-    """Return the required and the optional names of an object, and whether there are no others."""
-    required = list(dict.fromkeys(strings(schema.get("required", []))))
-    properties = mapping(schema.get("properties", {}))
-    present = {*required}
-    optional = [name for name, each in properties.items() if name not in present and each is not False]
-    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+def _names(schema: Schema, resolve: Resolve) -> tuple[list[str], list[str], bool]:
+    """Return the required and the optional names of an object, also those of `$ref` and `allOf`, and whether there are
+    no others.
+    """
+    required: dict[str, None] = {}
+    names: dict[str, None] = {}
+    absent: set[str] = set()
+    allowed: list[dict[str, Any]] = []
+    pending: list[Any] = [schema]
+    for number, each in enumerate(pending):
+        if not isinstance(each, dict) or number > MAX_ALTERNATIVES:
+            continue
+        resolve.step()
+        properties = mapping(each.get("properties", {}))
+        required |= dict.fromkeys(strings(each.get("required", [])))
+        names |= dict.fromkeys(properties)
+        absent |= {name for name, value in properties.items() if value is False}
+        if each.get("additionalProperties") is False and not each.get("patternProperties"):
+            allowed.append(properties)
+        pending += listed(each.get("allOf", []))
+        if "$ref" in each:
+            pending.append(resolve(each["$ref"]))
+    optional = [
+        name
+        for name in names
+        if name not in required and name not in absent and all(name in properties for properties in allowed)
+    ]
     if len(optional) > MAX_ALTERNATIVES:
         raise ValueError(f"has more than {MAX_ALTERNATIVES} optional properties to choose from")
-    return required, optional, is_closed
+    return list(required), optional, bool(allowed)
 
 
 def _without(names: list[str], chosen: tuple[str, ...]) -> list[str]:

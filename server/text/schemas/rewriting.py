@@ -21,6 +21,7 @@ _REPLACED: dict[str, Callable[[Schema, Resolve], Schema]] = {
     "unevaluatedProperties": unevaluated.properties,
     "unevaluatedItems": unevaluated.items,
     "propertyNames": objects.with_finite_names,
+    "patternProperties": objects.disjoint_patterns,
 }
 """Functions that return a schema with other keywords."""
 _RULES: dict[str, Rule] = {

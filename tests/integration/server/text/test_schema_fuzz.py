@@ -47,6 +47,7 @@ CHARACTERS = 'aabbkKsZ01_-""\\\\/:.,*?$^[](){}|&~ \n\t\r\b\f\u00e9\u0663\u2028\u
 BEGIN, END = r"\A", r"\Z"
 SPACE = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 SHORTHANDS = {"d": "0-9", "w": "0-9A-Za-z_", "s": SPACE}
+WORD = f"[{SHORTHANDS['w']}]"
 IN_CLASS = "\\]^-"
 OUTSIDE = r"\^$.*+?()[]{}|"
 """Characters to escape in a class, and outside."""
@@ -69,10 +70,13 @@ class Patterns:
 
     def __init__(self, random: Random) -> None:
         self._random = random
+        self._look_arounds = 0.0
+        """The share of terms that are look-arounds."""
 
     def pattern(self) -> Pattern:
         """A pattern of several alternatives with and without anchors, which can be in groups."""
         random = self._random
+        self._look_arounds = random.choice((0, 0, 0.1, 0.25))
         if random.random() < 0.1:
             first = self._joined([self._anchored(1, ends=("",)) for _ in range(2)], "|")
             last = self._joined([self._anchored(1, starts=("",)) for _ in range(2)], "|")
@@ -108,8 +112,28 @@ class Patterns:
     def _sequence(self, depth: int) -> Pattern:
         return self._joined([self._term(depth) for _ in range(self._random.choice((0, 1, 1, 2, 2, 3)))])
 
+    def _look_around(self) -> Pattern:
+        random = self._random
+        if random.random() < 0.3:
+            inside, outside = f"(?={WORD})", f"(?!{WORD})"
+            before, not_before = f"(?<={WORD})", f"(?<!{WORD})"
+            letter = random.choice("bB")
+            if letter == "B":
+                inside, outside = outside, inside
+            return Pattern(f"\\{letter}", f"(?:{before}{outside}|{not_before}{inside})", str)
+        opening = random.choice(("(?=", "(?!", "(?!", "(?<=", "(?<!"))
+        if "<" in opening:
+            inner = self._joined([self._atom() for _ in range(random.choice((1, 1, 2)))])
+        else:
+            inner = self._anchored(0, starts=("",), ends=("", "", "$"))
+            if random.random() < 0.3:
+                inner = self._joined([Pattern(".*", "[^\n\r\u2028\u2029]*", str), inner])
+        return Pattern(f"{opening}{inner.ecma})", f"{opening}{inner.python})", str)
+
     def _term(self, depth: int) -> Pattern:
         random = self._random
+        if random.random() < self._look_arounds:
+            return self._look_around()
         atom = self._group(depth - 1) if depth and random.random() < 0.3 else self._atom()
         if random.random() < 0.55:
             return atom
