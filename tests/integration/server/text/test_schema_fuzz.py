@@ -6,6 +6,7 @@ once: as ECMA-262 writes it, for the schema, and as Python does, with ECMA's cla
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from quire import SamplingParams, StructuredOutputs
 from quire.engine.scheduler.grammar import Grammar, GrammarCompiler, GrammarError
 from quire.server.text.json_schema import checked_schema
 from tests.fakes.configs import TINY, engine_config
+from tests.fakes.random_schemas import Keywords
 from tests.fakes.tokenizers import SPECIAL, byte_level
 
 PAIRS = int(os.environ.get("QUIRE_FUZZ_PAIRS", "10000"))
@@ -42,6 +44,8 @@ UNCHECKED = re.compile(f"[iI\u0130\u0131]|{LARGE.pattern}")
 """And letters that only Python takes for each other if cases are ignored."""
 PLAIN = SamplingParams()
 PER_SCHEMA = 24
+MAX_ORDERS = 120
+"""Orders of properties that are tried."""
 
 CHARACTERS = 'aabbkKsZ01_-""\\\\/:.,*?$^[](){}|&~ \n\t\r\b\f\u00e9\u0663\u2028\ufeff\u017f\u212a\U0001f600'
 BEGIN, END = r"\A", r"\Z"
@@ -477,6 +481,103 @@ def test_the_grammar_and_the_checker_agree(tmp_path: Path, monkeypatch: pytest.M
         signal.signal(signal.SIGALRM, previous)
     assert min(seen["valid"], seen["invalid"]) > 0
     print(f"seed {SEED}: {dict(seen)}; refused: {sum(refusals.values())} {refusals.most_common(8)}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 60, method="thread")
+def test_rewritten_keywords_and_the_checker_agree(tmp_path: Path) -> None:
+    random = Random(SEED)
+    outputs, keywords = Outputs(tmp_path, random), Keywords(random)
+    seen: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
+    end = time.monotonic() + SECONDS
+    previous = signal.signal(signal.SIGALRM, too_slow)
+    try:
+        while seen["valid"] + seen["invalid"] < PAIRS and time.monotonic() < end:
+            schema = keywords.root()
+            try:
+                structured = StructuredOutputs(json=checked_schema(schema))
+                outputs.grammars.compile(structured)
+            except (GrammarError, ValueError) as error:
+                refusals[re.sub(r" \(at .*?\)|/\S*|\d+|'.*'", "…", str(error))[:80]] += 1
+                continue
+            try:
+                seen += compared_values(outputs, structured, schema, keywords, random)
+            except (Undecided, RecursionError):
+                seen["undecided"] += 1
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{json.dumps(schema)}") from None
+            seen["schemas"] += 1
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert min(seen["valid"], seen["invalid"]) > 0
+    print(f"seed {SEED}: {dict(seen)}; refused: {sum(refusals.values())} {refusals.most_common(12)}")
+
+
+def compared_values(
+    outputs: Outputs, structured: StructuredOutputs, schema: Any, keywords: Keywords, random: Random
+) -> Counter[str]:
+    """What the grammar writes is valid; of random values and of changed valid ones, it accepts those that are."""
+    seen: Counter[str] = Counter()
+    checker = jsonschema.Draft202012Validator(schema)
+    values = [keywords.value() for _ in range(PER_SCHEMA // 2)]
+    for _ in range(PER_SCHEMA // 2):
+        text = outputs.written(outputs.grammars.compile(structured))
+        if text is None or LARGE.search(text):
+            continue
+        value = parsed(text)
+        assert is_valid(checker, value), f"accepted, but not valid: {text!r}"
+        seen["valid"] += 1
+        values.append(keywords.changed(value))
+    for value in values:
+        if UNWRITABLE.search("".join(strings(value))) or has_fractions(value):
+            continue
+        expected = is_valid(checker, value)
+        texts = [json.dumps(each, ensure_ascii=False) for each in itertools.islice(orders(value), MAX_ORDERS + 1)]
+        if any(outputs.accepts(outputs.grammars.compile(structured), text) for text in texts):
+            assert expected, f"invalid, but not so for the grammar: {texts[0]}"
+        elif expected and (len(texts) > MAX_ORDERS or may_be_lost(schema, value)):
+            seen["lost"] += 1
+            continue
+        else:
+            assert not expected, f"valid, but not so for the grammar: {texts[0]}"
+        seen["valid" if expected else "invalid"] += 1
+    return seen
+
+
+def may_be_lost(schema: Any, value: Any) -> bool:
+    """Whether a valid value may be rejected: `minProperties` counts one property that is not named, and `contains` and
+    negated `items` try a number of places.
+    """
+    text = json.dumps(schema)
+    parts = list(parts_of(value))
+    return ('"minProperties"' in text and any(isinstance(each, dict) and len(each) > 1 for each in parts)) or (
+        ('"contains"' in text or '"items"' in text) and any(isinstance(each, list) and len(each) > 8 for each in parts)
+    )
+
+
+def has_fractions(value: Any) -> bool:
+    """Whether a value has numbers that are not integral, which `not` excludes, or integers written as others."""
+    return any(isinstance(each, Fraction) for each in parts_of(value))
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from parts_of(each)
+
+
+def orders(value: Any) -> Iterator[Any]:
+    """A value with its properties in every order, since a grammar fixes the order."""
+    match value:
+        case dict():
+            for names in itertools.permutations(value):
+                for each in itertools.product(*(list(orders(value[name])) for name in names)):
+                    yield dict(zip(names, each, strict=True))
+        case list():
+            yield from map(list, itertools.product(*(list(orders(each)) for each in value)))
+        case _:
+            yield value
 
 
 def compared(
