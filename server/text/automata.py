@@ -86,6 +86,35 @@ def matches_any(expression: str, step: Step) -> bool:
     return any(accepts for accepts, _ in _Automaton(_Parser(expression).result(), step).states())
 
 
+def texts(expression: str, most: int, step: Step) -> list[str] | None:
+    """Return all texts that match; None if they may be more than `most`, or longer."""
+    automaton = _Automaton(_Parser(expression).result(), step)
+    table: list[tuple[bool, list[int]]] = []
+    for state in automaton.states():
+        table.append(state)
+        if len(table) > most * most:
+            return None
+    alive = {at for at, (accepts, _) in enumerate(table) if accepts}
+    while more := {at for at, (_, targets) in enumerate(table) if at not in alive and not alive.isdisjoint(targets)}:
+        alive |= more
+    found: list[str] = []
+    level = [("", 0)] if 0 in alive else []
+    while level:
+        found += [text for text, state in level if table[state][0]]
+        longer = []
+        for text, state in level:
+            for letter, target in zip(automaton.letters, table[state][1], strict=True):
+                if target in alive:
+                    size = sum(last - first + 1 for first, last in letter)
+                    if size > most or len(longer) + size > most or len(text) >= most * most:
+                        return None
+                    longer += [(text + chr(code), target) for first, last in letter for code in range(first, last + 1)]
+        level = longer
+        if len(found) + len(level) > most:
+            return None
+    return found
+
+
 @dataclass
 class _Node:
     """A part of an expression."""

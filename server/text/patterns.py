@@ -83,6 +83,11 @@ def matches_any(pattern: str, step: Callable[[int], None]) -> bool:
     return automata.matches_any(_normal(pattern, step), step)
 
 
+def texts(pattern: str, most: int, step: Callable[[int], None]) -> list[str] | None:
+    """Return all texts that match; None if they may be more than `most`. Raises as `matches_any` does."""
+    return automata.texts(_normal(pattern, step), most, step)
+
+
 def joint(included: Iterable[str], excluded: Iterable[str] = ()) -> str:
     """Return the pattern of the texts that match all of some patterns, and none of others; raises ValueError as `check`
     does.

@@ -26,13 +26,21 @@ from quire.server.text.schemas.strings import pattern_of
 
 _MAX_PATTERNS = 6
 """Patterns of names that may overlap."""
+_MAX_TEXTS = 16
+"""Names of a pattern that become properties."""
+_MAX_EXACT = 1024
+"""Characters of a pattern that llguidance compares with another in time."""
 _ANNOTATIONS = {"$comment", "title", "description", "default", "examples"}
 
 
-def with_finite_names(schema: Schema, resolve: Resolve) -> Schema:
-    """Return a schema whose `propertyNames` are `properties`, if they are enumerated."""
+def with_restricted_names(schema: Schema, resolve: Resolve) -> Schema:
+    """Return a schema whose `propertyNames` are `properties`, if they are enumerated, or restrict its
+    `patternProperties`, if it has any.
+    """
     names = _finite_names(schema["propertyNames"], resolve)
-    if names is None or schema.get("patternProperties"):
+    if schema.get("patternProperties"):
+        return schema if names is not None else _with_restricted_patterns(schema, resolve)
+    if names is None:
         return schema
     given, rest = mapping(schema.get("properties", {})), schema.get("additionalProperties", True)
     allowed = {*names}
@@ -40,6 +48,27 @@ def with_finite_names(schema: Schema, resolve: Resolve) -> Schema:
     properties |= {name: rest for name in names if name not in given}
     schema = {key: value for key, value in schema.items() if key not in ("properties", "propertyNames")}
     return {**schema, "properties": properties, "additionalProperties": False}
+
+
+def _with_restricted_patterns(schema: Schema, resolve: Resolve) -> Schema:
+    """Loses names that match no pattern, unless `additionalProperties` is about them, if the patterns are large."""
+    allowed = pattern_of(schema["propertyNames"], resolve)
+    given, rest = mapping(schema["patternProperties"]), schema.get("additionalProperties", True)
+    named = mapping(schema.get("properties", {}))
+    properties = {
+        name: each
+        if patterns.matches_any(patterns.joint([allowed, patterns.constants([name])]), resolve.step)
+        else False
+        for name, each in named.items()
+    }
+    by_pattern = {patterns.joint([allowed, pattern]): each for pattern, each in given.items()}
+    is_small = all(len(patterns.rewritten(pattern, resolve.step)) <= _MAX_EXACT for pattern in by_pattern)
+    if rest is not False and (is_small or "additionalProperties" in schema):
+        by_pattern[patterns.joint([allowed], [*given, patterns.constants(named)])] = rest
+    found = {key: value for key, value in schema.items() if key != "propertyNames"}
+    if named:
+        found["properties"] = properties
+    return {**found, "patternProperties": by_pattern, "additionalProperties": False}
 
 
 def _finite_names(names: Any, resolve: Resolve, depth: int = 0) -> list[str] | None:
@@ -97,6 +126,10 @@ def _parts(names: Any, resolve: Resolve, matching: list[str], depth: int = 0) ->
             case "not" if isinstance(value, dict) and len(value) == 1 and value.keys() <= {"const", "enum"}:
                 found = listed(value.get("enum", [value.get("const")]))
                 parts.append({"properties": {each: False for each in found if isinstance(each, str)}})
+            case "minLength" | "maxLength":
+                least, most = count(names.get("minLength", 0)), names.get("maxLength")
+                lengths = rf"^[\s\S]{{{least},{'' if most is None else count(most)}}}$"
+                matching += [] if lengths in matching else [lengths]
             case "if" | "then" | "else":
                 conditions |= {key: names[key] for key in ("if", "then", "else") if key in names}
             case "pattern":
@@ -112,16 +145,34 @@ def _parts(names: Any, resolve: Resolve, matching: list[str], depth: int = 0) ->
 
 
 def disjoint_patterns(schema: Schema, resolve: Resolve) -> Schema:
-    """Return a schema of whose `patternProperties` each name matches one at most."""
+    """Return a schema of whose `patternProperties` each name matches one at most. Patterns of few names become
+    `properties`: where all names of a pattern are excluded, llguidance would begin another property.
+    """
     given = mapping(schema["patternProperties"])
-    if not 1 < len(given) <= _MAX_PATTERNS:
+    if len(given) > _MAX_PATTERNS:
         return schema
+    try:
+        names = {pattern: patterns.texts(pattern, _MAX_TEXTS, resolve.step) for pattern in given}
+        finite = {pattern: each for pattern, each in names.items() if each is not None}
+        properties = dict(mapping(schema.get("properties", {})))
+        for name in dict.fromkeys(itertools.chain.from_iterable(finite.values())):
+            also = [given[pattern] for pattern, texts in finite.items() if name in texts]
+            also += [properties[name]] if name in properties else []
+            properties[name] = also[0] if len(also) == 1 else {"allOf": also}
+        infinite = _disjoint({name: each for name, each in given.items() if name not in finite}, resolve)
+    except ValueError:
+        return schema  # what is wrong with the patterns is found later
+    found = {key: value for key, value in schema.items() if key not in ("patternProperties", "properties")}
+    found |= {"properties": properties} if properties or "properties" in schema else {}
+    return {**found, **({"patternProperties": infinite} if infinite else {})}
+
+
+def _disjoint(given: Schema, resolve: Resolve) -> Schema:
+    """Return schemas by patterns of which each name matches one at most."""
     overlapping: set[str] = set()
     for pair in itertools.combinations(given, 2):
-        try:
-            overlapping |= {*pair} if patterns.matches_any(patterns.joint(pair), resolve.step) else set()
-        except ValueError:
-            return schema  # what is wrong with the patterns is found later
+        if patterns.matches_any(patterns.joint(pair), resolve.step):
+            overlapping |= {*pair}
     found = {name: each for name, each in given.items() if name not in overlapping}
     names = [name for name in given if name in overlapping]
     for size in range(1, len(names) + 1):
@@ -129,7 +180,7 @@ def disjoint_patterns(schema: Schema, resolve: Resolve) -> Schema:
             pattern = patterns.joint(chosen, [name for name in names if name not in chosen])
             if patterns.matches_any(pattern, resolve.step):
                 found[pattern] = given[chosen[0]] if size == 1 else {"allOf": [given[name] for name in chosen]}
-    return {**schema, "patternProperties": found}
+    return found
 
 
 def max_properties(schema: Schema, resolve: Resolve) -> list[Any] | None:

@@ -20,7 +20,7 @@ Rule = Callable[[Schema, Resolve], "list[Any] | None"]
 _REPLACED: dict[str, Callable[[Schema, Resolve], Schema]] = {
     "unevaluatedProperties": unevaluated.properties,
     "unevaluatedItems": unevaluated.items,
-    "propertyNames": objects.with_finite_names,
+    "propertyNames": objects.with_restricted_names,
     "patternProperties": objects.disjoint_patterns,
 }
 """Functions that return a schema with other keywords."""

@@ -458,6 +458,21 @@ KIND_B: dict[str, Any] = {**KIND_A, "properties": {"kind": {"const": "b"}}, "add
             ['{"ab":1,"a":1.5,"b":-1,"c":"d"}'],
             ['{"ab":1.5}', '{"ab":-1}', '{"a":-1}', '{"b":1.5}'],
         ),
+        (
+            {
+                **OBJECT,
+                "patternProperties": {"^[ab]$": {"type": "null"}},
+                "additionalProperties": False,
+                "maxProperties": 1,
+            },
+            ['{"b":null}', "{}"],
+            ['{"c":1}', '{"a":1}', '{"a":null,"b":null}'],
+        ),
+        (
+            {**OBJECT, "patternProperties": {r"^\w+@\w+$": {"type": "null"}}, "propertyNames": {"maxLength": 5}},
+            ['{"ab@cd":null}'],
+            ['{"ab@cde":null}', '{"a@b":1}'],
+        ),
         ({"type": "string", "not": {"format": "date"}}, ['"2023-02-29"', '""'], ['"2024-02-29"']),
         ({"type": "string", "not": {"format": "email"}}, ['"a@"', '"@a"'], ['"a@b"', '"a.b@[1.2.3.4]"']),
         ({"type": "string", "oneOf": [{"format": "ipv4"}, {"format": "ipv6"}]}, ['"1.2.3.4"', '"::1"'], ['"1.2.3"']),

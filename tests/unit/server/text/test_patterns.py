@@ -139,3 +139,21 @@ def test_what_cannot_be_kept_is_refused(pattern: str, problem: str) -> None:
     with pytest.raises(ValueError, match=r"^[a-z]") as error:
         patterns.rewritten(pattern)
     assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("^(a|b?c)$", ["a", "c", "bc"]),
+        ("^(?!b)[a-c]{0,1}$", ["", "a", "c"]),
+        ("^[]$", []),
+        ("(?!)", []),
+        ("^a*$", None),
+        ("a", None),
+        ("^[a-z]$", None),
+        ("^a{300}$", None),
+    ],
+)
+def test_texts_are_listed(pattern: str, found: list[str] | None) -> None:
+    texts = patterns.texts(pattern, 16, lambda number: None)
+    assert (texts if texts is None else sorted(texts)) == (found if found is None else sorted(found))
