@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum, IntEnum
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import UUID
 
 from pydantic import (
     AnyUrl,
+    AwareDatetime,
+    Base64Str,
     BaseModel,
+    ByteSize,
     ConfigDict,
     Discriminator,
     Field,
+    FilePath,
+    FutureDatetime,
+    HttpUrl,
+    IPvAnyAddress,
     Json,
+    JsonValue,
     NonNegativeInt,
+    PastDate,
+    PaymentCardNumber,
     PositiveFloat,
+    PostgresDsn,
     RootModel,
+    SecretStr,
     StringConstraints,
     Tag,
     TypeAdapter,
+    UrlConstraints,
+    WithJsonSchema,
     conlist,
 )
 from typing_extensions import TypedDict
@@ -149,16 +166,181 @@ class Everything(BaseModel):
     anything: Any
 
 
+TYPES: list[Any] = [
+    *(bool, int, float, str, bytes, complex, Decimal, datetime, date, time, timedelta, UUID, Path, deque[int]),
+    *(IPv4Address, IPv4Network, IPv6Address, IPv6Network, IPvAnyAddress, AnyUrl, HttpUrl, PostgresDsn, ByteSize),
+    *(
+        SecretStr,
+        Base64Str,
+        PastDate,
+        FutureDatetime,
+        AwareDatetime,
+        FilePath,
+        PaymentCardNumber,
+        JsonValue,
+        Color,
+        Level,
+    ),
+    *(
+        Counter[str],
+        Sequence[int],
+        Iterable[int],
+        Mapping[str, int],
+        dict[UUID, int],
+        dict[date, int],
+        dict[Level, str],
+    ),
+    *(dict[float, str], dict[bool, int], dict[tuple[int, int], str], tuple[()], dict[str, dict[str, list[Point]]]),
+    Annotated[Decimal, Field(max_digits=5, decimal_places=2)],
+    Annotated[int, Field(gt=1, lt=10, multiple_of=3)],
+    Annotated[float, Field(gt=1.5, le=10.25, allow_inf_nan=False)],
+    Annotated[AnyUrl, UrlConstraints(max_length=50, allowed_schemes=["https"])],
+    Annotated[dict[str, int], Field(min_length=1, max_length=3)],
+    dict[Annotated[str, StringConstraints(pattern=r"^\w+@\w+$", min_length=3, max_length=20)], int],
+    Annotated[int | str, Field(union_mode="left_to_right")],
+    Annotated[int, WithJsonSchema({"type": "integer", "examples": [1]})],
+    Literal[1, "a", True, None],
+]
+"""Types of fields. pydantic writes two that are refused: `re.Pattern` (the format regex), and dictionaries of arbitrary
+keys with at least two items, since a grammar does not remember the keys.
+"""
 MODES: tuple[Literal["validation", "serialization"], ...] = ("validation", "serialization")
 PYDANTIC: list[tuple[str, Any]] = [
     *((each.__name__, each) for each in (Owner, Nested, Dessert, Strict, Allowed, Tree, Everything)),
+    *((str(each), each) for each in TYPES),
     ("RootModel", RootModel[list[Color]]),
     ("union", Cat | Dog | int | None),
     ("union of closed ones", Annotated[Cat | Dog, Field(discriminator="pet_type")]),
     ("dict of unions", dict[Literal["a", "b"], Annotated[Cat | Dog, Field(discriminator="pet_type")]]),
 ]
 
+ZOD_PATTERNS: dict[str, str] = {
+    "email": (
+        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)"
+        "+[A-Za-z]{2,}$"
+    ),
+    "email of zod 4.0": (
+        r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za"
+        "-z]{2,}$"
+    ),
+    "email of RFC 5322": (
+        r'^(([^<>()\[\]\\.,;:\s@"]+(\.[^<>()\[\]\\.,;:\s@"]+)*)|(".+"))@((\[[0-9]{1,3}\.[0-9]{1,3}'
+        r"\.[0-9]{1,3}\.[0-9]{1,3}])|(([a-zA-Z\-0-9]+\.)+[a-zA-Z]{2,}))$"
+    ),
+    "email in Unicode": r'^[^\s@"]{1,64}@[^\s@]{1,255}$',
+    "uuid": (
+        "^([0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[1-8][0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{1"
+        "2}|00000000-0000-0000-0000-000000000000|ffffffff-ffff-ffff-ffff-ffffffffffff)$"
+    ),
+    "hostname": (
+        r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(?:\.[a-zA-Z0-9](?:[-0-9a-"
+        r"zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$"
+    ),
+    "emoji": (
+        r"^(?=[\s\S]*[\p{Extended_Pictographic}\p{Regional_Indicator}\u20E3])[\p{Extended_Pictogra"
+        r"phic}\p{Emoji_Component}]+$"
+    ),
+    "base64": "^$|^(?:[0-9a-zA-Z+/]{4})*(?:(?:[0-9a-zA-Z+/]{2}==)|(?:[0-9a-zA-Z+/]{3}=))?$",
+    "base64url": "^(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2,3})?$",
+    "nanoid": "^[a-zA-Z0-9_-]{21}$",
+    "ulid": "^[0-7][0-9A-HJKMNP-TV-Za-hjkmnp-tv-z]{25}$",
+    "ipv6": (
+        "^(([0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}|([0-9a-fA-F]{1,4}:){1,7}:|([0-9a-fA-F]{1,4}:){1"
+        ",6}:[0-9a-fA-F]{1,4}|([0-9a-fA-F]{1,4}:){1,5}(:[0-9a-fA-F]{1,4}){1,2}|([0-9a-fA-F]{1,4}:"
+        "){1,4}(:[0-9a-fA-F]{1,4}){1,3}|([0-9a-fA-F]{1,4}:){1,3}(:[0-9a-fA-F]{1,4}){1,4}|([0-9a-f"
+        "A-F]{1,4}:){1,2}(:[0-9a-fA-F]{1,4}){1,5}|[0-9a-fA-F]{1,4}:((:[0-9a-fA-F]{1,4}){1,6})|:(("
+        ":[0-9a-fA-F]{1,4}){1,7}|:))$"
+    ),
+    "mac": "^(?:[0-9A-F]{2}:){5}[0-9A-F]{2}$|^(?:[0-9a-f]{2}:){5}[0-9a-f]{2}$",
+    "cidrv4": (
+        r"^((25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9][0-9]|[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1[0-9][0-"
+        r"9]|[1-9][0-9]|[0-9])\/([0-9]|[1-2][0-9]|3[0-2])$"
+    ),
+    "cidrv6": (
+        "^(([0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}|([0-9a-fA-F]{1,4}:){1,7}:|([0-9a-fA-F]{1,4}:){1"
+        ",6}:[0-9a-fA-F]{1,4}|([0-9a-fA-F]{1,4}:){1,5}(:[0-9a-fA-F]{1,4}){1,2}|([0-9a-fA-F]{1,4}:"
+        "){1,4}(:[0-9a-fA-F]{1,4}){1,3}|([0-9a-fA-F]{1,4}:){1,3}(:[0-9a-fA-F]{1,4}){1,4}|([0-9a-f"
+        "A-F]{1,4}:){1,2}(:[0-9a-fA-F]{1,4}){1,5}|[0-9a-fA-F]{1,4}:((:[0-9a-fA-F]{1,4}){1,6})|:(("
+        r":[0-9a-fA-F]{1,4}){1,7}|:))\/(12[0-8]|1[01][0-9]|[1-9]?[0-9])$"
+    ),
+    "e164": r"^\+[1-9]\d{6,14}$",
+    "date": (
+        r"^(?:(?:\d\d[2468][048]|\d\d[13579][26]|\d\d0[48]|[02468][048]00|[13579][26]00)-02-29|\d{"
+        r"4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|(?:0"
+        r"2)-(?:0[1-9]|1\d|2[0-8])))$"
+    ),
+    "time": r"^(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?$",
+    "datetime": (
+        r"^(?:(?:\d\d[2468][048]|\d\d[13579][26]|\d\d0[48]|[02468][048]00|[13579][26]00)-02-29|\d{"
+        r"4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|(?:0"
+        r"2)-(?:0[1-9]|1\d|2[0-8])))T(?:(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?(?:Z|([+-](?:[0"
+        r"1]\d|2[0-3]):[0-5]\d)))$"
+    ),
+    "local datetime": (
+        r"^(?:(?:\d\d[2468][048]|\d\d[13579][26]|\d\d0[48]|[02468][048]00|[13579][26]00)-02-29|\d{"
+        r"4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|(?:0"
+        r"2)-(?:0[1-9]|1\d|2[0-8])))T(?:(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?(?:Z)|(?:[01]\d"
+        r"|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?)$"
+    ),
+    "duration": (
+        r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)"
+        "?)?)$"
+    ),
+    "sha512": "^[0-9a-fA-F]{128}$",
+    "uppercase": "^[^a-z]*$",
+    "template literal": r"^-?\d+(?:\.\d+)?(px|em)$",
+}
+"""The patterns that zod 4 writes for its kinds of strings."""
+
 ZOD: dict[str, Any] = {
+    **{name: {"type": "string", "pattern": pattern} for name, pattern in ZOD_PATTERNS.items()},
+    "bounded email": {"type": "string", "format": "email", "pattern": ZOD_PATTERNS["email"], "maxLength": 30},
+    "starts and includes": {"type": "string", "allOf": [{"pattern": r"^a\.b.*"}, {"pattern": "c"}], "minLength": 4},
+    "float32": {"type": "number", "minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38},
+    "float64": {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+    "JSON": {
+        "anyOf": [
+            *({"type": "string"}, {"type": "number"}, {"type": "boolean"}, {"type": "null"}),
+            {"type": "array", "items": {"$ref": "#"}},
+            {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"$ref": "#"}},
+        ]
+    },
+    "record of emails": {
+        "type": "object",
+        "propertyNames": {"type": "string", "format": "email", "pattern": ZOD_PATTERNS["email"]},
+        "additionalProperties": {"type": "string"},
+    },
+    "record of UUIDs": {
+        "type": "object",
+        "propertyNames": {"type": "string", "format": "uuid", "pattern": ZOD_PATTERNS["uuid"]},
+        "additionalProperties": {"type": "string"},
+    },
+    "record of numbers": {
+        "type": "object",
+        "propertyNames": {"type": "string", "pattern": r"^-?\d+(?:\.\d+)?$"},
+        "additionalProperties": {},
+    },
+    "loose record": {"type": "object", "patternProperties": {"^a+$": {"type": "number"}}},
+    "exclusive objects": {
+        "oneOf": [
+            {
+                "type": "object",
+                "properties": {name: {"type": "string"}},
+                "required": [name],
+                "additionalProperties": False,
+            }
+            for name in ("a", "b")
+        ]
+    },
+    "optional tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "string"}, {"type": "number"}],
+        "items": False,
+        "minItems": 1,
+        "maxItems": 2,
+    },
+    "literals": {"enum": [1, "b", True, None]},
+    "file": {"type": "string", "format": "binary", "contentEncoding": "binary", "contentMediaType": "image/png"},
     "strict object": {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "type": "object",
@@ -260,6 +442,69 @@ OPENAPI: dict[str, Any] = {
         "oneOf": [{"required": ["email"]}, {"required": ["phone"]}],
     },
     "nullable": {"type": ["string", "null"], "format": "date-time"},
+    "formats of types": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "integer", "format": "int64", "readOnly": True},
+            "price": {"type": "number", "format": "double", "exclusiveMinimum": 0, "multipleOf": 0.01},
+            "password": {"type": "string", "format": "password", "writeOnly": True, "minLength": 6},
+            "picture": {"type": "string", "format": "byte"},
+            "ssn": {"type": "string", "pattern": r"^\d{3}-\d{2}-\d{4}$"},
+        },
+        "xml": {"name": "item"},
+        "externalDocs": {"url": "https://example.com"},
+        "example": {"id": 1},
+    },
+    "dictionary": {
+        "type": "object",
+        "properties": {"default": {"type": "string"}},
+        "required": ["default"],
+        "additionalProperties": {"$ref": "#/$defs/Message"},
+        "$defs": {
+            "Message": {
+                "type": "object",
+                "properties": {"code": {"type": "integer"}, "text": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
+            }
+        },
+    },
+    "any of pets": {
+        "anyOf": [{"$ref": "#/$defs/PetByAge"}, {"$ref": "#/$defs/PetByType"}],
+        "$defs": {
+            "PetByAge": {
+                "type": "object",
+                "properties": {"age": {"type": "integer"}, "nickname": {"type": "string"}},
+                "required": ["age"],
+            },
+            "PetByType": {
+                "type": "object",
+                "properties": {"pet_type": {"enum": ["Cat", "Dog"]}, "hunts": {"type": "boolean"}},
+                "required": ["pet_type"],
+            },
+        },
+    },
+    "one of pets without a discriminator": {
+        "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+        "$defs": {
+            "Dog": {
+                "type": "object",
+                "properties": {"bark": {"type": "boolean"}, "breed": {"enum": ["Dingo", "Husky"]}},
+            },
+            "Cat": {"type": "object", "properties": {"hunts": {"type": "boolean"}, "age": {"type": "integer"}}},
+        },
+    },
+    "not an integer": {"type": "object", "properties": {"pet_type": {"not": {"type": "integer"}}}},
+    "one of formats": {"type": "string", "oneOf": [{"format": "ipv4"}, {"format": "ipv6"}, {"format": "hostname"}]},
+    "names with a pattern": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": ["class"]}},
+        "patternProperties": {"^S_": {"type": "string"}, "^I_": {"type": "integer"}},
+    },
+    "not a pattern": {"type": "string", "not": {"pattern": "^(?:admin|root)"}, "maxLength": 20},
+    "at least one": {
+        "allOf": [{"$ref": "#/$defs/base"}],
+        "minProperties": 1,
+        "$defs": {"base": {"type": "object", "properties": {"name": {"type": "string"}, "tag": {"type": "string"}}}},
+    },
     "conditional country": {
         "type": "object",
         "properties": {"country": {"enum": ["US", "CA", "NL"]}, "postal_code": {"type": "string"}},
