@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -77,7 +77,10 @@ def conjunction(expression: str, step: Step) -> list[str]:
 
 def plain(expression: str, step: Step) -> str:
     """Return an expression without look-arounds; raises ValueError if it is too complex."""
-    automaton = _Automaton(_Parser(expression).result(), step)
+    options = _narrowed(_Parser(expression).result())
+    if _are_plain(options, is_first=True, is_last=True):
+        return _text(options)
+    automaton = _Automaton(options, step)
     return f"^{_expression(_minimal(automaton.table(), step), automaton.letters, step)}$"
 
 
@@ -257,6 +260,72 @@ def _conditions(options: list[list[_Node]], step: Step) -> tuple[list[str], str]
         nodes = kept
     nodes.reverse()
     return conditions, "".join(node.text + node.quantifier for node in nodes)
+
+
+def _text(options: list[list[_Node]]) -> str:
+    return "|".join("".join(node.text + node.quantifier for node in option) for option in options)
+
+
+def _narrowed(options: list[list[_Node]]) -> list[list[_Node]]:
+    """Return the alternatives without the look-arounds for one character beside a class that matches it: these narrow
+    the class. Automata would have too many states if the class is repeated: `(?!-)[a-z-]{1,63}(?<!-)`.
+    """
+    return [_without_ends(_without_beginnings([_narrowed_inside(node) for node in option])) for option in options]
+
+
+def _narrowed_inside(node: _Node) -> _Node:
+    if node.kind != "group":
+        return node
+    options = _narrowed(node.options)
+    return replace(node, options=options, text=f"(?:{_text(options)})")
+
+
+def _without_beginnings(nodes: list[_Node]) -> list[_Node]:
+    found: list[_Node] = []
+    for node in nodes:
+        if found and found[-1].is_ahead and node.least and (first := _both(found[-1], node)) is not None:
+            found[-1:] = [first, *_shortened(node)]
+        else:
+            found.append(node)
+    return found
+
+
+def _without_ends(nodes: list[_Node]) -> list[_Node]:
+    found: list[_Node] = []
+    for node in nodes:
+        is_behind = node.kind == "look" and not node.is_ahead
+        before = found[-1] if found else node
+        if not is_behind or (last := _both(node, before)) is None:
+            found.append(node)
+        elif before.least:
+            found[-1:] = [*_shortened(before), last]
+        elif len(found) > 1 and not found[-2].quantifier and (alone := _both(node, found[-2])) is not None:
+            options = [[alone], [found[-2], *_shortened(replace(before, least=1)), last]]
+            found[-2:] = [_Node(f"(?:{_text(options)})", "group", options=options)]
+        else:
+            found.append(node)
+    return found
+
+
+def _both(look: _Node, node: _Node) -> _Node | None:
+    """Return the class of the characters that a class and a look-around for one character match, or None."""
+    if look.kind != "look" or node.kind != "set" or node.ranges is None or len(look.options) != 1:
+        return None
+    if len(look.options[0]) != 1 or look.options[0][0].quantifier or not (ranges := look.options[0][0].ranges):
+        return None
+    without = ranges if look.is_negative else complement(ranges)
+    left = complement((*complement(node.ranges), *without))
+    return _Node(written(CharacterSet(left)), "set", left)
+
+
+def _shortened(node: _Node) -> list[_Node]:
+    """Return the node with one repetition less."""
+    most = None if node.most is None else node.most - 1
+    if most == 0:
+        return []
+    least = node.least - 1
+    quantifier = f"{{{least},{'' if most is None else most}}}"
+    return [replace(node, least=least, most=most, quantifier=quantifier)]
 
 
 def _looks_ahead(options: list[list[_Node]]) -> bool:

@@ -499,6 +499,7 @@ OPENAPI: dict[str, Any] = {
         "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": ["class"]}},
         "patternProperties": {"^S_": {"type": "string"}, "^I_": {"type": "integer"}},
     },
+    "domain": {"type": "string", "pattern": r"^(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*$"},
     "not a pattern": {"type": "string", "not": {"pattern": "^(?:admin|root)"}, "maxLength": 20},
     "at least one": {
         "allOf": [{"$ref": "#/$defs/base"}],
