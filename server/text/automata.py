@@ -21,7 +21,7 @@ from quire.server.text.characters import SURROGATES, UNWRITABLE, CharacterSet, R
 Step = Callable[[int], None]
 _MAX_STATES = 4096
 """States of a nondeterministic automaton, and of a deterministic one."""
-_MAX_LENGTH = 32 * 1024
+MAX_EXPRESSION_LENGTH = 32 * 1024
 """Characters of an expression that is made from an automaton."""
 _ALL = tuple(complement((*UNWRITABLE, *SURROGATES)))
 ANY = written(CharacterSet(_ALL))
@@ -43,7 +43,7 @@ def is_plain(expression: str) -> bool:
     rest = _LITERAL.sub("", expression).removeprefix("^").removesuffix("$")
     if not _ASSERTION.search(rest):
         return True
-    return _are_plain(_Parser(expression).result(), is_first=True, is_last=True)
+    return _are_plain(_ExpressionReader(expression).result(), is_first=True, is_last=True)
 
 
 def _are_plain(options: list[list[_Node]], *, is_first: bool, is_last: bool) -> bool:
@@ -70,14 +70,14 @@ def conjunction(expression: str, step: Step) -> list[str]:
 
     Raises ValueError if the expression is too complex.
     """
-    conditions, rest = _conditions(_Parser(expression).result(), step)
+    conditions, rest = _conditions(_ExpressionReader(expression).result(), step)
     parts = conditions if conditions and rest in ("^", "$") else [rest, *conditions]
     return [part if is_plain(part) else plain(part, step) for part in dict.fromkeys(parts)]
 
 
 def plain(expression: str, step: Step) -> str:
     """Return an expression without look-arounds; raises ValueError if it is too complex."""
-    options = _narrowed(_Parser(expression).result())
+    options = _narrowed(_ExpressionReader(expression).result())
     if _are_plain(options, is_first=True, is_last=True):
         return _text(options)
     automaton = _Automaton(options, step)
@@ -86,12 +86,12 @@ def plain(expression: str, step: Step) -> str:
 
 def matches_any(expression: str, step: Step) -> bool:
     """Return whether any text matches; raises ValueError if the expression is too complex."""
-    return any(accepts for accepts, _ in _Automaton(_Parser(expression).result(), step).states())
+    return any(accepts for accepts, _ in _Automaton(_ExpressionReader(expression).result(), step).states())
 
 
 def texts(expression: str, most: int, step: Step) -> list[str] | None:
     """Return all texts that match; None if they may be more than `most`, or longer."""
-    automaton = _Automaton(_Parser(expression).result(), step)
+    automaton = _Automaton(_ExpressionReader(expression).result(), step)
     table: list[tuple[bool, list[int]]] = []
     for state in automaton.states():
         table.append(state)
@@ -151,7 +151,7 @@ def _width(sequence: Iterable[_Node]) -> int | None:
     return None if None in widths else sum(each or 0 for each in widths)
 
 
-class _Parser:
+class _ExpressionReader:
     """Reads an expression."""
 
     def __init__(self, text: str) -> None:
@@ -715,7 +715,7 @@ def _expression(table: _Table, letters: list[Ranges], step: Step) -> str:
             first = after[source].pop(state)
             for target, last in targets.items():
                 through = _either(after[source].get(target), _joined((first, repeated, last)))
-                if len(through.text) > _MAX_LENGTH:
+                if len(through.text) > MAX_EXPRESSION_LENGTH:
                     raise ValueError(_TOO_COMPLEX)
                 after[source][target] = through
                 before[target].add(source)

@@ -23,6 +23,7 @@ from quire.server.text import patterns
 from quire.server.text.schemas.common import Budget, Resolve, Shared
 from quire.server.text.schemas.disjoint import is_empty
 from quire.server.text.schemas.formats import FORMATS, REJECTED_FORMATS
+from quire.server.text.schemas.objects import rewritten_names
 from quire.server.text.schemas.references import subschemas, with_pointers
 from quire.server.text.schemas.rewriting import rewritten
 
@@ -98,8 +99,6 @@ class _SchemaWalk:
         self._keeps_unique_items = keeps_unique_items
         self._dropped = dropped
         self._budget = budget
-        self._names_by_pattern: dict[str, str] = {}
-        """Rewritten patterns of `patternProperties`."""
         self._conjunctions: dict[str, list[str]] = {}
         """Rewritten patterns of `pattern`."""
         self._root = {key: value for key, value in with_pointers(root).items() if key not in _AT_THE_ROOT}
@@ -223,9 +222,7 @@ class _SchemaWalk:
         result: dict[str, Any] = {}
         for name, schema in schemas.items():
             try:
-                if name not in self._names_by_pattern:
-                    self._names_by_pattern[name] = patterns.rewritten(name, self._budget.step)
-                pattern = self._names_by_pattern[name]
+                pattern = rewritten_names(name, self._resolve)
             except ValueError as error:
                 self._drop("patternProperties", path, str(error))
                 continue

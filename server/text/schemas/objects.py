@@ -33,6 +33,11 @@ _MAX_EXACT = 1024
 _ANNOTATIONS = {"$comment", "title", "description", "default", "examples"}
 
 
+def rewritten_names(pattern: str, resolve: Resolve) -> str:
+    """Return a pattern of names for llguidance; raises ValueError as `patterns.rewritten` does."""
+    return resolve.once([pattern], "names", lambda: patterns.rewritten(pattern, resolve.step))
+
+
 def with_restricted_names(schema: Schema, resolve: Resolve) -> Schema:
     """Return a schema whose `propertyNames` are `properties`, if they are enumerated, or restrict its
     `patternProperties`, if it has any.
@@ -62,7 +67,7 @@ def _with_restricted_patterns(schema: Schema, resolve: Resolve) -> Schema:
         for name, each in named.items()
     }
     by_pattern = {patterns.joint([allowed, pattern]): each for pattern, each in given.items()}
-    is_small = all(len(patterns.rewritten(pattern, resolve.step)) <= _MAX_EXACT for pattern in by_pattern)
+    is_small = all(len(rewritten_names(pattern, resolve)) <= _MAX_EXACT for pattern in by_pattern)
     if rest is not False and (is_small or "additionalProperties" in schema):
         by_pattern[patterns.joint([allowed], [*given, patterns.constants(named)])] = rest
     found = {key: value for key, value in schema.items() if key != "propertyNames"}
@@ -96,6 +101,7 @@ def property_names(schema: Schema, resolve: Resolve) -> list[Any]:
     parts = _parts(schema["propertyNames"], resolve, matching)
     if matching:
         pattern = matching[0] if len(matching) == 1 else patterns.joint(matching)
+        rewritten_names(pattern, resolve)  # may raise an error, which is about this keyword
         parts.append({"patternProperties": {pattern: True}, "additionalProperties": False})
     return for_type(schema, "object", [{"allOf": parts}])
 
@@ -133,13 +139,13 @@ def _parts(names: Any, resolve: Resolve, matching: list[str], depth: int = 0) ->
             case "if" | "then" | "else":
                 conditions |= {key: names[key] for key in ("if", "then", "else") if key in names}
             case "pattern":
-                patterns.rewritten(value, resolve.step)
+                rewritten_names(value, resolve)
                 matching.append(value)
             case _:
                 conditions[keyword] = value
     pattern = pattern_of(conditions, resolve)
     if pattern != "^":
-        patterns.rewritten(pattern, resolve.step)
+        rewritten_names(pattern, resolve)
         matching.append(pattern)
     return parts
 
