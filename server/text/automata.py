@@ -46,7 +46,7 @@ def is_plain(expression: str) -> bool:
     return _are_plain(_ExpressionReader(expression).result(), is_first=True, is_last=True)
 
 
-def _are_plain(options: list[list[_Node]], *, is_first: bool, is_last: bool) -> bool:
+def _are_plain(options: list[list[_Part]], *, is_first: bool, is_last: bool) -> bool:
     for option in options:
         for at, node in enumerate(option):
             begins, ends = is_first and at == 0, is_last and at == len(option) - 1
@@ -119,7 +119,7 @@ def texts(expression: str, most: int, step: Step) -> list[str] | None:
 
 
 @dataclass
-class _Node:
+class _Part:
     """A part of an expression."""
 
     text: str
@@ -128,7 +128,7 @@ class _Node:
     """"set", "begin", "end", "look", or "group" for alternatives of sequences."""
     ranges: Ranges | None = ()
     """None for a set with Unicode properties."""
-    options: list[list[_Node]] = field(default_factory=list)
+    options: list[list[_Part]] = field(default_factory=list)
     is_ahead: bool = False
     is_negative: bool = False
     quantifier: str = ""
@@ -146,7 +146,7 @@ class _Node:
         return inner * self.least if inner is not None and (inner == 0 or self.least == self.most) else None
 
 
-def _width(sequence: Iterable[_Node]) -> int | None:
+def _width(sequence: Iterable[_Part]) -> int | None:
     widths = [node.width for node in sequence]
     return None if None in widths else sum(each or 0 for each in widths)
 
@@ -158,7 +158,7 @@ class _ExpressionReader:
         self._text = text
         self._at = 0
 
-    def result(self) -> list[list[_Node]]:
+    def result(self) -> list[list[_Part]]:
         """The alternatives, each a sequence."""
         options = [self._sequence()]
         while self._text.startswith("|", self._at):
@@ -166,8 +166,8 @@ class _ExpressionReader:
             options.append(self._sequence())
         return options
 
-    def _sequence(self) -> list[_Node]:
-        nodes: list[_Node] = []
+    def _sequence(self) -> list[_Part]:
+        nodes: list[_Part] = []
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             node = self._node()
             if found := _QUANTIFIER.match(self._text, self._at):
@@ -181,22 +181,22 @@ class _ExpressionReader:
             nodes.append(node)
         return nodes
 
-    def _node(self) -> _Node:
+    def _node(self) -> _Part:
         begin = self._at
         if found := _LOOK_AROUND.match(self._text, begin):
             self._at = found.end()
             options = self.result()
-            node = _Node("", "look", (), options, is_ahead=not found[1], is_negative=found[2] == "!")
+            node = _Part("", "look", (), options, is_ahead=not found[1], is_negative=found[2] == "!")
             self._at += 1
         elif self._text.startswith("(?:", begin):
             self._at += 3
-            node = _Node("", "group", (), self.result())
+            node = _Part("", "group", (), self.result())
             self._at += 1
         elif self._text[begin] in "^$":
             self._at += 1
-            node = _Node("", "begin" if self._text[begin] == "^" else "end")
+            node = _Part("", "begin" if self._text[begin] == "^" else "end")
         else:
-            node = _Node("", "set", self._class() if self._text[begin] == "[" else self._one())
+            node = _Part("", "set", self._class() if self._text[begin] == "[" else self._one())
         node.text = self._text[begin : self._at]
         return node
 
@@ -229,7 +229,7 @@ class _ExpressionReader:
         return ord(self._text[self._at - 1])
 
 
-def _conditions(options: list[list[_Node]], step: Step) -> tuple[list[str], str]:
+def _conditions(options: list[list[_Part]], step: Step) -> tuple[list[str], str]:
     """Return the look-arounds with a known place as expressions of their own, and the rest."""
     if len(options) > 1:
         return [], "|".join("".join(node.text + node.quantifier for node in option) for option in options)
@@ -238,7 +238,7 @@ def _conditions(options: list[list[_Node]], step: Step) -> tuple[list[str], str]
     for is_forward in (True, False):
         if not is_forward:
             nodes.reverse()
-        kept: list[_Node] = []
+        kept: list[_Part] = []
         place = 0
         for at, node in enumerate(nodes):
             if at == 0:
@@ -262,26 +262,26 @@ def _conditions(options: list[list[_Node]], step: Step) -> tuple[list[str], str]
     return conditions, "".join(node.text + node.quantifier for node in nodes)
 
 
-def _text(options: list[list[_Node]]) -> str:
+def _text(options: list[list[_Part]]) -> str:
     return "|".join("".join(node.text + node.quantifier for node in option) for option in options)
 
 
-def _narrowed(options: list[list[_Node]]) -> list[list[_Node]]:
+def _narrowed(options: list[list[_Part]]) -> list[list[_Part]]:
     """Return the alternatives without the look-arounds for one character beside a class that matches it: these narrow
     the class. Automata would have too many states if the class is repeated: `(?!-)[a-z-]{1,63}(?<!-)`.
     """
     return [_without_ends(_without_beginnings([_narrowed_inside(node) for node in option])) for option in options]
 
 
-def _narrowed_inside(node: _Node) -> _Node:
+def _narrowed_inside(node: _Part) -> _Part:
     if node.kind != "group":
         return node
     options = _narrowed(node.options)
     return replace(node, options=options, text=f"(?:{_text(options)})")
 
 
-def _without_beginnings(nodes: list[_Node]) -> list[_Node]:
-    found: list[_Node] = []
+def _without_beginnings(nodes: list[_Part]) -> list[_Part]:
+    found: list[_Part] = []
     for node in nodes:
         if found and found[-1].is_ahead and node.least and (first := _both(found[-1], node)) is not None:
             found[-1:] = [first, *_shortened(node)]
@@ -290,8 +290,8 @@ def _without_beginnings(nodes: list[_Node]) -> list[_Node]:
     return found
 
 
-def _without_ends(nodes: list[_Node]) -> list[_Node]:
-    found: list[_Node] = []
+def _without_ends(nodes: list[_Part]) -> list[_Part]:
+    found: list[_Part] = []
     for node in nodes:
         is_behind = node.kind == "look" and not node.is_ahead
         before = found[-1] if found else node
@@ -301,13 +301,13 @@ def _without_ends(nodes: list[_Node]) -> list[_Node]:
             found[-1:] = [*_shortened(before), last]
         elif len(found) > 1 and not found[-2].quantifier and (alone := _both(node, found[-2])) is not None:
             options = [[alone], [found[-2], *_shortened(replace(before, least=1)), last]]
-            found[-2:] = [_Node(f"(?:{_text(options)})", "group", options=options)]
+            found[-2:] = [_Part(f"(?:{_text(options)})", "group", options=options)]
         else:
             found.append(node)
     return found
 
 
-def _both(look: _Node, node: _Node) -> _Node | None:
+def _both(look: _Part, node: _Part) -> _Part | None:
     """Return the class of the characters that a class and a look-around for one character match, or None."""
     if look.kind != "look" or node.kind != "set" or node.ranges is None or len(look.options) != 1:
         return None
@@ -315,10 +315,10 @@ def _both(look: _Node, node: _Node) -> _Node | None:
         return None
     without = ranges if look.is_negative else complement(ranges)
     left = complement((*complement(node.ranges), *without))
-    return _Node(written(CharacterSet(left)), "set", left)
+    return _Part(written(CharacterSet(left)), "set", left)
 
 
-def _shortened(node: _Node) -> list[_Node]:
+def _shortened(node: _Part) -> list[_Part]:
     """Return the node with one repetition less."""
     most = None if node.most is None else node.most - 1
     if most == 0:
@@ -328,13 +328,13 @@ def _shortened(node: _Node) -> list[_Node]:
     return [replace(node, least=least, most=most, quantifier=quantifier)]
 
 
-def _looks_ahead(options: list[list[_Node]]) -> bool:
+def _looks_ahead(options: list[list[_Part]]) -> bool:
     """Return whether what follows matters for an expression."""
     nodes = [node for option in options for node in option]
     return any(node.is_ahead or node.kind == "end" or _looks_ahead(node.options) for node in nodes)
 
 
-def _spliced(sequence: Iterable[_Node]) -> Iterator[_Node]:
+def _spliced(sequence: Iterable[_Part]) -> Iterator[_Part]:
     """Yield the nodes of a sequence and of the groups in it that only group."""
     for node in sequence:
         if node.kind == "group" and len(node.options) == 1 and not node.quantifier:
@@ -381,7 +381,7 @@ class _Table:
 class _Automaton:
     """The states of an expression's automaton, found while they are read."""
 
-    def __init__(self, options: list[list[_Node]], step: Step) -> None:
+    def __init__(self, options: list[list[_Part]], step: Step) -> None:
         self._step = step
         self.letters = _letters(options, step)
         self._every = (1 << len(self.letters)) - 1
@@ -441,16 +441,16 @@ class _Automaton:
         self._edges[loop].append((self._every, loop))
         return loop
 
-    def _alternatives(self, options: list[list[_Node]], after: int) -> int:
+    def _alternatives(self, options: list[list[_Part]], after: int) -> int:
         starts = [self._sequence(option, after) for option in options]
         return starts[0] if len(starts) == 1 else self._new(moves=[(start, "", 0) for start in starts])
 
-    def _sequence(self, nodes: list[_Node], after: int) -> int:
+    def _sequence(self, nodes: list[_Part], after: int) -> int:
         for node in reversed(nodes):
             after = self._repeated(node, after)
         return after
 
-    def _repeated(self, node: _Node, after: int) -> int:
+    def _repeated(self, node: _Part, after: int) -> int:
         """Return the first state of a node, whose last one is `after`."""
         if node.most is None:
             loop = self._new(moves=[(after, "", 0)])
@@ -464,7 +464,7 @@ class _Automaton:
             after = self._once(node, after)
         return after
 
-    def _once(self, node: _Node, after: int) -> int:
+    def _once(self, node: _Part, after: int) -> int:
         match node.kind:
             case "set":
                 assert node.ranges is not None
@@ -588,7 +588,7 @@ def _with(
     return obligations | {_Obligation(is_negative, places)}
 
 
-def _letters(options: list[list[_Node]], step: Step) -> list[Ranges]:
+def _letters(options: list[list[_Part]], step: Step) -> list[Ranges]:
     """Return disjoint sets of characters, each of which is inside or outside of every class of the expression."""
     classes: dict[Ranges, None] = {}
     pending = [node for option in options for node in option]
