@@ -93,8 +93,8 @@ def texts(expression: str, most: int, step: Step) -> list[str] | None:
     """Return all texts that match; None if they may be more than `most`, or longer."""
     automaton = _Automaton(_ExpressionReader(expression).result(), step)
     table: list[tuple[bool, list[int]]] = []
-    for state in automaton.states():
-        table.append(state)
+    for each in automaton.states():
+        table.append(each)
         if len(table) > most * most:
             return None
     alive = {at for at, (accepts, _) in enumerate(table) if accepts}
@@ -104,7 +104,7 @@ def texts(expression: str, most: int, step: Step) -> list[str] | None:
     level = [("", 0)] if 0 in alive else []
     while level:
         found += [text for text, state in level if table[state][0]]
-        longer = []
+        longer: list[tuple[str, int]] = []
         for text, state in level:
             for letter, target in zip(automaton.letters, table[state][1], strict=True):
                 if target in alive:
@@ -400,7 +400,7 @@ class _Automaton:
 
     def table(self) -> _Table:
         """Return the deterministic automaton."""
-        numbers: dict[_State | None, int] = {}
+        numbers: dict[_State, int] = {}
         accepts: list[bool] = []
         table: list[list[int]] = []
         for accepted, following in self._explored(numbers):
@@ -412,10 +412,9 @@ class _Automaton:
         """Yield for each state whether it accepts, and the numbers of the states that follow it."""
         return self._explored({})
 
-    def _explored(self, numbers: dict[_State | None, int]) -> Iterator[tuple[bool, list[int]]]:
-        state: _State | None = self._start()
-        pending = [state]
-        numbers[state] = 0
+    def _explored(self, numbers: dict[_State, int]) -> Iterator[tuple[bool, list[int]]]:
+        pending = [self._start()]
+        numbers[pending[0]] = 0
         for state in pending:
             following = []
             for letter in range(len(self.letters)):
@@ -524,11 +523,12 @@ class _Automaton:
             targets = [target for letters, target in self._edges[state] if letters >> letter & 1]
             if not targets:
                 continue
-            left: frozenset[_Obligation] | None = _NONE
+            left = _NONE
             for is_negative, each in obligations:
-                left = _with(left, is_negative, self._moved(each, letter, known))
-                if left is None:
+                still = _with(left, is_negative, self._moved(each, letter, known))
+                if still is None:
                     break
+                left = still
             else:
                 yield from (_Place(target, left) for target in targets)
 

@@ -249,7 +249,7 @@ class _Rewriter:
     def _boundary(self, kind: str) -> str:
         """The place between a word and something else, or with "B" any other place."""
         word = written(self._cases(CharacterSet(_SHORTHANDS["w"])))
-        sides = ("=!", "!=") if kind == "b" else ("==", "!!")
+        sides = (("=", "!"), ("!", "=")) if kind == "b" else (("=", "="), ("!", "!"))
         return f"(?:{'|'.join(f'(?<{before}{word})(?{after}{word})' for before, after in sides)})"
 
     def _set_flags(self, found: re.Match[str]) -> None:

@@ -62,7 +62,7 @@ class Keywords:
             result = value.copy()
             if what == "add" and isinstance(result, dict):
                 result[random.choice(NAMES)] = self.value(1)
-            elif what == "add":
+            elif what == "add" and isinstance(result, list):
                 result.insert(random.randint(0, len(result)), self.value(1))
             elif what == "remove":
                 del result[random.choice(keys)]
