@@ -21,8 +21,9 @@ from quire.server.text.characters import SURROGATES, UNWRITABLE, CharacterSet, R
 Step = Callable[[int], None]
 _MAX_STATES = 4096
 """States of a nondeterministic automaton, and of a deterministic one."""
-MAX_EXPRESSION_LENGTH = 32 * 1024
-"""Characters of an expression that is made from an automaton."""
+MAX_EXPRESSION_LENGTH = 16 * 1024
+"""Characters of an expression that is made from an automaton: no more than those of a pattern, since tools' schemas are
+read twice."""
 _ALL = tuple(complement((*UNWRITABLE, *SURROGATES)))
 ANY = written(CharacterSet(_ALL))
 """An expression for every character."""
@@ -79,9 +80,13 @@ def plain(expression: str, step: Step) -> str:
     """Return an expression without look-arounds; raises ValueError if it is too complex."""
     options = _narrowed(_ExpressionReader(expression).result())
     if _are_plain(options, is_first=True, is_last=True):
-        return _text(options)
-    automaton = _Automaton(options, step)
-    return f"^{_expression(_minimal(automaton.table(), step), automaton.letters, step)}$"
+        result = _text(options)
+    else:
+        automaton = _Automaton(options, step)
+        result = f"^{_expression(_minimal(automaton.table(), step), automaton.letters, step)}$"
+    if len(result) > MAX_EXPRESSION_LENGTH:
+        raise ValueError(_TOO_COMPLEX)
+    return result
 
 
 def matches_any(expression: str, step: Step) -> bool:
