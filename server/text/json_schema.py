@@ -309,8 +309,8 @@ class _SchemaWalk:
         for schema in self._visited(root):
             for (keyword, *names), each in subschemas(schema, ()):
                 if isinstance(each, dict) and "$ref" in each and id(each) not in finite:
-                    holder, name = (schema[keyword], names[0]) if names else (schema, keyword)
-                    holder[name] = False
+                    holder: Any = schema[str(keyword)] if names else schema
+                    holder[names[0] if names else keyword] = False
 
     def _visited(self, root: dict[str, Any]) -> list[dict[str, Any]]:
         """Return all checked schemas."""
