@@ -18,7 +18,7 @@ class _Function(MessagePart):
     strict: bool | None = None
 
 
-class _FunctionTool(MessagePart):
+class _ChatFunctionTool(MessagePart):
     function: _Function
 
 
@@ -38,11 +38,14 @@ class _Custom(MessagePart):
     format: _Format | None = None
 
 
-class _CustomTool(MessagePart):
+class _ChatCustomTool(MessagePart):
     custom: _Custom
 
 
-_TOOLS: Mapping[str, type[_FunctionTool | _CustomTool]] = {"function": _FunctionTool, "custom": _CustomTool}
+_TOOLS: Mapping[str, type[_ChatFunctionTool | _ChatCustomTool]] = {
+    "function": _ChatFunctionTool,
+    "custom": _ChatCustomTool,
+}
 
 
 class ChatTools:
@@ -64,7 +67,7 @@ class ChatTools:
                 continue
             read = variant(_TOOLS, tool, f"tools[{at}]", ignored)
             self.params.append(f"tools[{at}].{kind}")
-            if isinstance(read, _CustomTool):
+            if isinstance(read, _ChatCustomTool):
                 tool = self._function(read.custom, f"tools[{at}].custom")
             self.functions.append(tool)
 
