@@ -220,7 +220,8 @@ class ChatRequest(GenerationRequest):
                 raise InvalidParameter(f"messages[{at}].content is missing", f"messages[{at}].content")
             for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
                 variant({"text": _TextPart}, part, f"messages[{at}].content[{index}]", ignored)
-        ChatTools(self.tools or (), ignored)
+        if self.tools:
+            ChatTools(self.tools, ignored)
         return ignored
 
     @property
@@ -243,12 +244,15 @@ class ChatRequest(GenerationRequest):
             add_special_tokens=bool(self.add_special_tokens),
         )
         max_calls = 1 if self.parallel_tool_calls is False else self.max_tool_calls
-        tools = ChatTools(self.tools or (), set())
-        choice = tools.choice(self.tool_choice)
+        tools = use = None
+        if self.tools or self.tool_choice is not None:
+            tools = ChatTools(self.tools or (), set())
+            choice = tools.choice(self.tool_choice)
+            use = read_tool_use(tools.functions, choice, max_calls, _TOOL_NAMES, tools.params, tools.grammars)
         return ChatInput(
             messages=[message.shown() for message in self.messages],
-            tools=tools.functions,
-            tool_use=read_tool_use(tools.functions, choice, max_calls, _TOOL_NAMES, tools.params, tools.grammars),
+            tools=() if tools is None else tools.functions,
+            tool_use=use,
             template=template,
             shows_reasoning=self.include_reasoning is not False,
             thinking_budget=self.thinking_token_budget,

@@ -293,12 +293,19 @@ class GenerationRequest(RequestBody):
         if not_ids:
             raise InvalidParameter(f"logit_bias: the keys must be token ids, not {', '.join(not_ids)}", "logit_bias")
         own, standard = self.structured_outputs, self.response_format
+        match self.format:
+            case None | "":
+                of_ollama = None
+            case "json":
+                of_ollama = StructuredOutputs(json_object=True)
+            case schema:
+                of_ollama = StructuredOutputs(json=schema)
         outputs = {
             "structured_outputs": None if own is None else own.structured(),
             "response_format": None if standard is None else standard.structured(),
             "regex": None if self.regex is None else StructuredOutputs(regex=self.regex),
             "ebnf": None if self.ebnf is None else StructuredOutputs(grammar=self.ebnf),
-            "format": self._ollama_format(),
+            "format": of_ollama,
         }
         found = [name for name, each in outputs.items() if each is not None]
         if len(found) > 1:
@@ -307,11 +314,6 @@ class GenerationRequest(RequestBody):
         if self.repeat_penalty is not None:
             given["repetition_penalty"] = self.repeat_penalty
         return sampling_params(self, defaults, logit_bias=biases, structured_outputs=structured, **given)
-
-    def _ollama_format(self) -> StructuredOutputs | None:
-        if self.format in (None, ""):
-            return None
-        return StructuredOutputs(json_object=True) if self.format == "json" else StructuredOutputs(json=self.format)
 
     def request_options(self, *, logprobs: str = "logprobs") -> RequestOptions:
         """The options besides the prompt and the sampling parameters; `logprobs` is the API's name of that."""

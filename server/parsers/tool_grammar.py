@@ -80,8 +80,8 @@ def tool_grammar(
     grammar.add_blocks(several)
     if is_either:
         is_apart = format.answer_open or format.block[0][:1] not in ("", "[", "{")
-        schema = grammar.json(answer) if is_apart else f"%json {json.dumps(answer)}"
-        grammar.rules.append(f"answer: {schema}")
+        text = grammar.json(answer) if is_apart else f"%json {json.dumps(answer)}"
+        grammar.rules.append(f"answer: {text}")
         body = f"(calls | {grammar.literal(format.answer_open)} answer)"
     else:
         body = "calls" if required else grammar.free_text(several, reasoning.open if reasoning else None)
