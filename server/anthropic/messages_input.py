@@ -203,22 +203,21 @@ class MessageTurns:
         tools, is_addition = self._tools, isinstance(change, _ToolAdditionBlock)
         kinds = _REFERENCES | ({"tool_definition": _DefinedTool} if is_addition else {})
         match variant(kinds, change.tool, f"{param}.tool", self._ignored):
-            case _NamedTool(name=name) if is_addition:
-                function = tools.find(name, f"{param}.tool.name")
-                if tools.is_offered(name):
-                    return ""
-                tools.offer(name)
-                return _function(function)
             case _NamedTool(name=name):
-                tools.find(name, f"{param}.tool.name")
-                if not tools.is_offered(name):
+                function = tools.find(name, f"{param}.tool.name")
+                if function is None:
+                    self._ignored.add(f"{param}.tool.name={name}")
+                if function is None or tools.is_offered(name) is is_addition:
                     return ""
+                if is_addition:
+                    tools.offer(name)
+                    return _function(function)
                 tools.withdraw(name)
                 return f"The function {name} is no longer available."
             case _DefinedTool(definition=given):
                 where = f"{param}.tool.definition"
-                tool = parsed(MessageTool, given, where, self._ignored)
-                return "" if tool.is_hosted else _function(tools.define(tool, where))
+                function = tools.define(parsed(MessageTool, given, where, self._ignored), where)
+                return "" if function is None else _function(function)
             case _:
                 self._ignored.add(f"{param}.tool.type={change.tool['type']}")
                 return ""

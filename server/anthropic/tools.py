@@ -108,6 +108,8 @@ class Toolset:
 
     def __init__(self, tools: Sequence[MessageTool], choice: MessageToolChoice | None) -> None:
         self._tools = [tool.function(f"tools[{at}]") for at, tool in enumerate(tools) if not tool.is_hosted]
+        self._hosted = {tool.name for tool in tools if tool.is_hosted}
+        """The names of the tools that are ignored."""
         names = {tool.name for tool in tools if tool.defer_loading} - {choice and choice.name}
         if any(tool.searches_tools for tool in tools):
             names = set()  # nobody would ever load them
@@ -123,12 +125,14 @@ class Toolset:
         """The tools that the model may call now."""
         return [tool for tool in self._tools if tool["function"]["name"] not in self._hidden]
 
-    def find(self, name: str, param: str) -> dict[str, Any]:
-        """Return a function."""
+    def find(self, name: str, param: str) -> dict[str, Any] | None:
+        """Return a function; None for a hosted tool."""
         for tool in self._tools:
             function: dict[str, Any] = tool["function"]
             if function["name"] == name:
                 return function
+        if name in self._hosted:
+            return None
         raise InvalidParameter(f"{param}: there is no tool {name}", param)
 
     def is_offered(self, name: str) -> bool:
@@ -143,8 +147,11 @@ class Toolset:
         """Do not let the model call a function any more."""
         self._hidden.add(name)
 
-    def define(self, tool: MessageTool, param: str) -> dict[str, Any]:
-        """Offer a new tool, which replaces one of its name; return its function."""
+    def define(self, tool: MessageTool, param: str) -> dict[str, Any] | None:
+        """Offer a new tool, which replaces one of its name; return its function, or None for a hosted tool."""
+        if tool.is_hosted:
+            self._hosted.add(tool.name)
+            return None
         defined = tool.function(param)
         function: dict[str, Any] = defined["function"]
         self._tools = [each for each in self._tools if each["function"]["name"] != function["name"]] + [defined]

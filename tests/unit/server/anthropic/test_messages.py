@@ -434,6 +434,22 @@ def test_tools_change_in_the_conversation() -> None:
             assert re.sub(r"The function (\w+) is no longer available\.", r"-\1", text).split() == shown.split()
 
 
+@pytest.mark.parametrize("kind", ["addition", "removal"])
+def test_changes_of_hosted_tools_are_ignored(kind: str) -> None:
+    hosted = {"type": "web_search_20250305", "name": "web_search"}
+    definition = changed("addition", type="tool_definition", definition=hosted)
+    change = changed(kind, **named("web_search"))
+    for tools, changes, param in (([G, hosted], [change], "[0]"), ([G], [definition, change], "[1]")):
+        turn = {"role": "system", "content": changes}
+        request = CountTokensRequest.model_validate({"model": "m", "tools": tools, "messages": [*says("x"), turn]})
+        ignored: set[str] = set()
+        chat = request.chat_input(ignored)
+        assert chat.tool_use is not None
+        assert [tool.name for tool in chat.tool_use.tools] == ["g"]
+        assert [message["content"] for message in chat.messages] == ["x"]
+        assert f"messages[1].content{param}.tool.name=web_search" in ignored
+
+
 def test_a_turn_of_the_system_may_be_for_one_answer() -> None:
     content = [{"type": "text", "text": "now"}, changed("removal", **named("g"))]
     once = {"role": "system", "clear_at": "next_user_message", "content": content}
