@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -44,21 +44,27 @@ class StoredResponse:
         return len(self.response) + len(self.items)
 
 
+@dataclass
+class _Held:
+    """What an API key holds."""
+
+    num_responses: int = 0
+    num_bytes: int = 0
+
+
 class ResponseStore:
     """Limited by `max_responses` and `max_bytes`. A request finds only the responses of its own API key, by name.
 
-    When there is no room, the key that holds most loses its oldest response. So a key keeps what it has stored, unless
-    it holds more than the one that needs room.
+    When there is no room for a new response, the keys that hold most lose the oldest of their other responses.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._running: dict[tuple[str, str], RunningResponse] = {}
         """By the name of the key, and the id of the response."""
-        self._stored: dict[str, dict[str, StoredResponse]] = {}
-        """The responses of each key that has any, by id, the oldest first."""
-        self._counts = Counter[str]()
-        self._bytes = Counter[str]()
-        """How many responses and bytes a key holds."""
+        self._stored: dict[tuple[str, str], StoredResponse] = {}
+        """By the name of the key, and the id of the response; the oldest first."""
+        self._held: dict[str, _Held] = {}
+        """By the name of the key; only keys that hold any."""
         self._max_responses = max_responses
         self._max_bytes = max_bytes
 
@@ -78,18 +84,22 @@ class ResponseStore:
         """Store a response, unless it alone is too large; remove others if there is no room."""
         if stored.size > self._max_bytes:
             return
-        key = current_key()
-        self._stored.setdefault(key, {})[response_id] = stored
-        self._counts[key] += 1
-        self._bytes[key] += stored.size
-        for held, most in ((self._counts, self._max_responses), (self._bytes, self._max_bytes)):
-            while held.total() > most:
-                loser = max(held, key=lambda each: (held[each], each == key))
-                self._remove(loser, next(iter(self._stored[loser])))
+        new = current_key(), response_id
+        self._remove(new)
+        self._stored[new] = stored
+        held = self._held.setdefault(new[0], _Held())
+        held.num_responses += 1
+        held.num_bytes += stored.size
+        for name, limit in (("num_responses", self._max_responses), ("num_bytes", self._max_bytes)):
+            amount: Callable[[_Held], int] = attrgetter(name)
+            while sum(map(amount, self._held.values())) > limit:
+                others = [(key, amount(self._held[key[0]])) for key in self._stored if key != new]
+                most = max(held for _, held in others)
+                self._remove(next(key for key, held in others if held == most))
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a finished response, or None if it is not stored."""
-        return self._stored.get(current_key(), {}).get(response_id)
+        return self._stored.get((current_key(), response_id))
 
     def items_of(self, response_ids: Collection[str]) -> bytes:
         """Return the items of those of these responses that are stored as one JSON object, by id."""
@@ -99,14 +109,14 @@ class ResponseStore:
 
     def delete(self, response_id: str) -> bool:
         """Delete a response; returns whether it was stored."""
-        return self._remove(current_key(), response_id)
+        return self._remove((current_key(), response_id))
 
-    def _remove(self, key: str, response_id: str) -> bool:
-        stored = self._stored.get(key, {}).pop(response_id, None)
-        if stored is None:
+    def _remove(self, name: tuple[str, str]) -> bool:
+        if (stored := self._stored.pop(name, None)) is None:
             return False
-        self._counts[key] -= 1
-        self._bytes[key] -= stored.size
-        if not self._counts[key]:
-            del self._stored[key], self._counts[key], self._bytes[key]
+        held = self._held[name[0]]
+        held.num_responses -= 1
+        held.num_bytes -= stored.size
+        if not held.num_responses:
+            del self._held[name[0]]
         return True

@@ -448,6 +448,20 @@ def test_the_store_is_bounded() -> None:
     assert store.get("other") is not None
 
 
+def test_an_id_is_stored_once() -> None:
+    store = ResponseStore(max_responses=2, max_bytes=100)
+    for size in (60, 70):
+        store.add("same", StoredResponse(b"x" * size, b""))
+    found = store.get("same")
+    assert found is not None
+    assert found.size == 70
+    store.add("other", StoredResponse(b"x" * 30, b""))
+    assert store.delete("same")
+    assert not store.delete("same")
+    store.add("third", StoredResponse(b"x" * 70, b""))
+    assert store.get("other") is not None
+
+
 def test_keys_share_the_store() -> None:
     store = ResponseStore(max_responses=6, max_bytes=100)
     record = HttpRequestRecord()
@@ -466,15 +480,16 @@ def test_keys_share_the_store() -> None:
         add("quiet", "a", "b", "c")
         add("loud", *"abcdefgh")
         assert (held("quiet"), held("loud")) == (["a", "b", "c"], ["f", "g", "h"])
-        add("third", "a")  # one of those that hold most loses
-        assert len(held("quiet") + held("loud")) == 5
+        add("third", "a")  # of those that hold most, the one with the oldest response loses
+        assert (held("quiet"), held("loud"), held("third")) == (["b", "c"], ["f", "g", "h"], ["a"])
         add("loud", "a", "b", size=48)
-        assert (held("loud"), held("third")) == (["b"], ["a"])
-        assert held("quiet")[-2:] == ["b", "c"]
-        record.key = "third"
-        assert store.delete("a")
-        add("quiet", "d", size=100)  # there is room for it only without what others hold
-        assert (held("quiet"), held("loud")) == ([], ["b"])
+        assert (held("loud"), held("third"), held("quiet")) == (["b"], ["a"], ["b", "c"])
+        add("quiet", "d", size=90)  # what is new is kept
+        assert (held("quiet"), held("loud"), held("third")) == (["d"], [], ["a"])
+        add("first", "a", "b")
+        for name in "abcdefgh":  # all hold one response at most
+            add(f"key {name}", name)
+        assert [held(f"key {name}") for name in "abcdefgh"] == [[], [], *([name] for name in "cdefgh")]
     finally:
         RECORD.reset(token)
 
