@@ -64,7 +64,7 @@ def render() -> str:
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     ]
-    plain = [route.path for route in app.routes if isinstance(route, Route) and route.path not in document["paths"]]
+    plain = [route.path for route in app.routes if isinstance(route, Route) and not route.include_in_schema]
     parts = [INTRODUCTION, "## Routes\n", table(("route", ""), [(_route(r, o), _text(o)) for r, o in operations])]
     parts.append(f"{', '.join(map(code, plain))}: the OpenAPI document and pages that show it.\n")
     shown: list[str] = []
