@@ -6,11 +6,15 @@ import re
 from typing import Literal
 
 _OPENING = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*"', re.DOTALL)
-_HALF_OPENING = re.compile(r'\s*(\{\s*(\}\s*|"((?:[^"\\]|\\.)*(\\|"\s*(:\s*)?)?)?)?)?', re.DOTALL)
-"""The beginning of an opening, or no argument."""
+_HALF_OPENING = re.compile(
+    r"""\s*(?:(\{)\s*(?:(\})\s* | (")(?:[^"\\]|\\.)*(?:(\\) | (")\s*(?:(:)\s*)?)?)?)?""", re.DOTALL | re.VERBOSE
+)
+"""The beginning of an opening, or no argument. Its groups without the rest are one, too."""
 _COMPLETE = re.compile(
-    r"""(?:[^"\\]+ | \\[^u] | \\u(?![dD][89abAB]).{4}
-    | \\u[dD][89abAB]..(?: \\u.{4} | (?!(?:\\(?:u.{0,3})?)?$)))*""",
+    r"""(?:[^"\\]+ | \\[^u] | \\u(?!H{4}|H{0,3}\Z) | \\u(?![dD][89abAB])H{4}
+    | \\u[dD][89abAB]HH(?: \\u[dD][c-fC-F]HH | (?!(?:\\(?:u(?:[dD](?:[c-fC-F]H?)?)?)?)?\Z)))*""".replace(
+        "H", "[0-9a-fA-F]"
+    ),
     re.DOTALL | re.VERBOSE,
 )
 """The part of a string up to an escape that is not complete, or half of a surrogate pair."""
@@ -25,16 +29,26 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._text = ""
+        """What is still to be read."""
+        self._before: list[str] = []
+        """All pieces until the opening is complete."""
         self._state: Literal["before", "inside", "after", "all"] = "before"
 
     def feed(self, arguments: str) -> str:
         """Return the text that this piece of the arguments adds."""
+        if self._state == "after":
+            return ""
         self._text += arguments
         if self._state == "before":
+            self._before.append(arguments)
             if found := _OPENING.match(self._text):
                 self._state, self._text = "inside", self._text[found.end() :]
-            elif not _HALF_OPENING.fullmatch(self._text):
-                self._state = "all"
+            elif found := _HALF_OPENING.fullmatch(self._text):
+                self._text = "".join(filter(None, found.groups()))
+            else:
+                self._state, self._text = "all", "".join(self._before)
+            if self._state != "before":
+                self._before.clear()
         if self._state == "all":
             text, self._text = self._text, ""
             return text

@@ -25,6 +25,10 @@ TEXT = 'é "quoted" \\ back\n\ttab 😀 end'
         ('{"input": "cut \\u00e', "cut "),
         ('{"inp', ""),
         (r'{"input": "a \ud83d b \ud83d\n \ude00 \x"}', "a � b �\n � \\x"),
+        (r'{"input": "\ud83d\ud83d\ude00 \ud83d\ud83d\n\ud83d\u00e9"}', "�😀 ��\n�é"),
+        (r' {  "a\"\\" : 5', r' {  "a\"\\" : 5'),
+        (r'{"input": "\u12" x', "\\u12"),
+        ("{ } x", "{ } x"),
         ('{"input": 5}', '{"input": 5}'),
         ('{"input": {"a": "b"}}', '{"input": {"a": "b"}}'),
     ],
@@ -39,3 +43,10 @@ def test_the_input_does_not_depend_on_the_pieces(arguments: str, expected: str) 
 def test_it_arrives_at_once() -> None:
     reader = CustomInput()
     assert [reader.feed(piece) for piece in ('{"input": "a', "b", "\\", 'nc"', "}")] == ["a", "b", "", "\nc", ""]
+
+
+@pytest.mark.parametrize("opening", [' {0}{{{0}"{0}"{0}:{0}"', '{{"{1}": "'])
+def test_what_is_before_the_input_is_read_once(opening: str) -> None:
+    reader = CustomInput()
+    pieces = [*opening.format(" " * 10_000, r"a\"" * 12_000), "text", '"', *" " * 10_000, "}"]
+    assert "".join(map(reader.feed, pieces)) == "text"  # not in minutes
