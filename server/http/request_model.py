@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from quire.engine.protocol.errors import InvalidParameter
 
+T = TypeVar("T")
 M = TypeVar("M", bound="RequestModel")
 
 MAX_MESSAGES = 4096
@@ -145,6 +146,14 @@ def parsed(model: type[M], value: Mapping[str, Any], param: str, ignored: set[st
         raise InvalidParameter(f"{where}: {problem['msg']}", where) from None
     ignored |= read.check_fields(f"{param}.")
     return read
+
+
+def only_one(given: Mapping[str, T | None]) -> T | None:
+    """Return the value that is not None of parameters, by name; raises `InvalidParameter` if there are several."""
+    found = [name for name, value in given.items() if value is not None]
+    if len(found) > 1:
+        raise InvalidParameter(f"{found[0]} and {found[1]} exclude each other; send only one of them", found[0])
+    return given[found[0]] if found else None
 
 
 def check_length(values: Sized, most: int, param: str) -> None:

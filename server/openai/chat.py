@@ -20,7 +20,6 @@ from quire.server.http.request_model import (
     MessagePart,
     Natural,
     Positive,
-    ReasoningEffort,
     RequestModel,
     check_length,
     rejected,
@@ -32,7 +31,7 @@ from quire.server.openai.chat_tools import ChatTools
 from quire.server.openai.custom_input import CustomInput
 from quire.server.openai.custom_tools import custom_arguments
 from quire.server.openai.logprobs import TokenNames, prompt_logprobs_object, token_logprobs
-from quire.server.openai.protocol import GenerationRequest
+from quire.server.openai.protocol import GenerationRequest, ReasoningRequest
 from quire.server.parsers.events import ToolCall
 from quire.server.text.conversation import ChatTemplateOptions, ParamNames
 from quire.server.text.inputs import ChatInput, GenerationInput
@@ -153,7 +152,7 @@ class Prediction(RequestModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ReasoningRequest, GenerationRequest):
     """The body of a chat completion request."""
 
     max_items: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
@@ -181,10 +180,6 @@ class ChatRequest(GenerationRequest):
     """vLLM extension: false omits the model's reasoning from the response."""
     thinking_token_budget: Natural | None = None
     """vLLM extension: maximum number of tokens of reasoning, which ends there."""
-    reasoning_effort: ReasoningEffort | None = None
-    """A variable of the model's chat template. A hint if the template does not use it."""
-    think: bool | ReasoningEffort | None = None
-    """Ollama's: sets the chat template's switch for reasoning, or is a `reasoning_effort`."""
     chat_template: str | None = None
     """vLLM extension: a template for this request; the server needs `--trust-request-chat-template`."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -209,8 +204,6 @@ class ChatRequest(GenerationRequest):
             )
         if 0 in (self.max_tokens, self.num_predict):
             raise InvalidParameter("max_tokens must be at least 1; 0 is only allowed in completions", "max_tokens")
-        if self.reasoning_effort is not None and isinstance(self.think, str):
-            raise InvalidParameter("think and reasoning_effort mean the same; send only one of them", "think")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameter("top_logprobs requires logprobs: true", "top_logprobs")
         if self.logprob_token_ids is not None and not self.logprobs:
@@ -237,8 +230,8 @@ class ChatRequest(GenerationRequest):
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs or {},
             documents=self.documents or (),
-            reasoning_effort=self.reasoning_effort or (self.think if isinstance(self.think, str) else None),
-            thinking=self.think if isinstance(self.think, bool) else None,
+            reasoning_effort=self.effort,
+            thinking=self.thinking,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),

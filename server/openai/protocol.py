@@ -11,10 +11,20 @@ from pydantic import Field
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
 from quire.server.http.request_body import RequestBody, sampling_params
-from quire.server.http.request_model import LABEL, ExtraField, Int64, RequestModel, TokenId, hint, rejected
+from quire.server.http.request_model import (
+    LABEL,
+    ExtraField,
+    Int64,
+    ReasoningEffort,
+    RequestModel,
+    TokenId,
+    hint,
+    only_one,
+    rejected,
+)
 from quire.server.http.response import StreamUsage
 from quire.server.http.state import ServedModel
-from quire.server.text.conversation import ParamNames
+from quire.server.text.conversation import CHAT_NAMES, ParamNames
 from quire.server.text.inputs import RequestOptions, Task, TruncationSide
 
 MAX_PROMPTS = 2048
@@ -108,7 +118,88 @@ class OllamaOptions(RequestModel):
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {**OF_OLLAMA, "repeat_last_n": rejected(-1)}
 
 
-class GenerationRequest(RequestBody):
+class ReasoningRequest(RequestBody):
+    """The parameters of the reasoning that chat and Responses share."""
+
+    reasoning_effort: ReasoningEffort | None = None
+    """A variable of the model's chat template. A hint if the template does not use it."""
+    think: bool | ReasoningEffort | None = None
+    """Ollama's: sets the chat template's switch for reasoning, or is a `reasoning_effort`."""
+
+    def efforts(self) -> dict[str, ReasoningEffort | None]:
+        """The effort under each of its names."""
+        return {
+            "think": None if isinstance(self.think, bool) else self.think,
+            "reasoning_effort": self.reasoning_effort,
+        }
+
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        """The effort; raises `InvalidParameter` if there are several."""
+        return only_one(self.efforts())
+
+    @property
+    def thinking(self) -> bool | None:
+        """The switch for reasoning."""
+        return self.think if isinstance(self.think, bool) else None
+
+
+class SamplingRequest(RequestBody):
+    """The sampling parameters that chat, completions and Responses share. None: the model's default, or the API's."""
+
+    longest_name: ClassVar[str] = "max_tokens"
+    """The API's name of the maximum number of output tokens."""
+
+    temperature: float | None = None
+    """Default: the value in the model's generation_config.json, or 1. Values up to 100 are accepted."""
+    top_p: float | None = None
+    """Default: the value in the model's generation_config.json, or 1."""
+    top_k: Int64 | None = None
+    """vLLM extension: sample from the k most likely tokens; 0 and -1: from all. Default: the model's, or all."""
+    min_p: float | None = None
+    """vLLM extension: minimum probability of a token, relative to the most likely token."""
+    seed: Int64 | None = None
+    """The same seed gives the same answer, whatever else is running and however the model is sharded."""
+    stop: Annotated[str | list[str] | None, Field(description=f"At most {MAX_STOP_STRINGS} strings.")] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    """vLLM extension: divides the positive logits of tokens in the prompt or output, and multiplies negative ones."""
+    repeat_penalty: float | None = None
+    """Ollama's and llama.cpp's name of `repetition_penalty`."""
+    num_predict: Int64 | None = None
+    """Ollama's name of `max_tokens` (Responses: `max_output_tokens`); negative values mean no limit."""
+    format: str | dict[str, Any] | None = None
+    """Ollama's name of `response_format` (Responses: `text.format`): `json`, or a JSON schema, also as text."""
+    options: OllamaOptions | None = None
+
+    def check_fields(self, param: str = "") -> set[str]:
+        """See `RequestModel`. Also checks combinations of fields."""
+        ignored = super().check_fields(param)
+        for name, other in (("num_predict", self.longest_name), ("repeat_penalty", "repetition_penalty")):
+            only_one({each: getattr(self, each) for each in (name, other)})
+        if self.repeat_penalty not in (None, 1.0) and (self.model_extra or {}).get("repeat_last_n") not in (None, -1):
+            raise InvalidParameter("repeat_last_n must be -1: repeat_penalty is for all tokens", "repeat_last_n")
+        return ignored
+
+    def structures(self) -> dict[str, StructuredOutputs | None]:
+        """The structures that the request gives for the answer, by parameter."""
+        match self.format:
+            case None | "":
+                return {"format": None}
+            case "json":
+                return {"format": StructuredOutputs(json_object=True)}
+            case schema:
+                return {"format": StructuredOutputs(json=schema)}
+
+    def sampling_params(self, defaults: dict[str, Any], names: ParamNames = CHAT_NAMES, **given: Any) -> SamplingParams:
+        """The sampling parameters. `given` overrides the request, which overrides `defaults`."""
+        if self.repeat_penalty is not None:
+            given["repetition_penalty"] = self.repeat_penalty
+        return sampling_params(self, defaults, names, structured_outputs=only_one(self.structures()), **given)
+
+
+class GenerationRequest(SamplingRequest):
     """The common parameters of chat and completions. None: the model's default, or else the API's."""
 
     needs: ClassVar[Task | None] = "generate"
@@ -168,33 +259,14 @@ class GenerationRequest(RequestBody):
     n: Annotated[Int64 | None, Field(description=f"At most {MAX_N}.")] = None
     max_tokens: Int64 | None = None
     """0 (completions with `echo` only): compute and score the prompt, generate nothing."""
-    num_predict: Int64 | None = None
-    """Ollama's name of `max_tokens`; negative values mean no limit."""
     min_tokens: Int64 | None = None
     """vLLM extension: the minimum number of output tokens. Stop conditions have no effect before."""
-    temperature: float | None = None
-    """Default: the value in the model's generation_config.json, or 1. Values up to 100 are accepted."""
-    top_p: float | None = None
-    """Default: the value in the model's generation_config.json, or 1."""
-    top_k: Int64 | None = None
-    """vLLM extension: sample from the k most likely tokens; 0 and -1: from all. Default: the model's, or all."""
-    min_p: float | None = None
-    """vLLM extension: minimum probability of a token, relative to the most likely token."""
-    seed: Int64 | None = None
-    """The same seed gives the same answer, whatever else is running and however the model is sharded."""
-    stop: Annotated[str | list[str] | None, Field(description=f"At most {MAX_STOP_STRINGS} strings.")] = None
     stop_token_ids: TokenIds | None = None
     """vLLM extension: tokens that end the output, in addition to the model's end-of-sequence tokens."""
     include_stop_str_in_output: bool | None = None
     """vLLM extension: include the stop string or stop token in the output."""
     ignore_eos: bool | None = None
     """vLLM extension: continue after the model's end-of-sequence token."""
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    """vLLM extension: divides the positive logits of tokens in the prompt or output, and multiplies negative ones."""
-    repeat_penalty: float | None = None
-    """Ollama's and llama.cpp's name of `repetition_penalty`."""
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: TokenIds | None = None
     """vLLM extension: the only tokens that may be sampled."""
@@ -210,9 +282,6 @@ class GenerationRequest(RequestBody):
     """SGLang's name of `structured_outputs.regex`."""
     ebnf: str | None = None
     """SGLang's name of `structured_outputs.grammar`."""
-    format: str | dict[str, Any] | None = None
-    """Ollama's name of `response_format`: `json`, or a JSON schema, also as text."""
-    options: OllamaOptions | None = None
     skip_special_tokens: bool | None = None
     """vLLM extension: omit special tokens from the text. Default: true."""
     priority: Int64 | None = None
@@ -247,11 +316,6 @@ class GenerationRequest(RequestBody):
     def check_fields(self, param: str = "") -> set[str]:
         """See `RequestModel`. Also checks combinations of fields."""
         ignored = super().check_fields(param)
-        for name, other in (("num_predict", "max_tokens"), ("repeat_penalty", "repetition_penalty")):
-            if getattr(self, name) is not None and getattr(self, other) is not None:
-                raise InvalidParameter(f"{name} and {other} mean the same; send only one of them", name)
-        if self.repeat_penalty not in (None, 1.0) and (self.model_extra or {}).get("repeat_last_n") not in (None, -1):
-            raise InvalidParameter("repeat_last_n must be -1: repeat_penalty is for all tokens", "repeat_last_n")
         if self.length_penalty not in (None, 1.0) and not self.use_beam_search:
             raise InvalidParameter("length_penalty requires use_beam_search: true", "length_penalty")
         if self.stream_options is not None and not self.stream:
@@ -281,8 +345,18 @@ class GenerationRequest(RequestBody):
         """The id of the response: the request's own id, or a new one."""
         return f"{kind}-{self.request_id or uuid.uuid4().hex}"
 
-    def sampling_params(self, defaults: dict[str, Any], **given: Any) -> SamplingParams:
-        """The sampling parameters. `given` overrides the request, which overrides `defaults`."""
+    def structures(self) -> dict[str, StructuredOutputs | None]:
+        """See `SamplingRequest`."""
+        return {
+            "structured_outputs": None if self.structured_outputs is None else self.structured_outputs.structured(),
+            "response_format": None if self.response_format is None else self.response_format.structured(),
+            "regex": None if self.regex is None else StructuredOutputs(regex=self.regex),
+            "ebnf": None if self.ebnf is None else StructuredOutputs(grammar=self.ebnf),
+            **super().structures(),
+        }
+
+    def sampling_params(self, defaults: dict[str, Any], names: ParamNames = CHAT_NAMES, **given: Any) -> SamplingParams:
+        """See `SamplingRequest`."""
         biases: dict[int, float] = {}
         not_ids = []
         for token, bias in (self.logit_bias or {}).items():
@@ -292,28 +366,7 @@ class GenerationRequest(RequestBody):
                 not_ids.append(token)
         if not_ids:
             raise InvalidParameter(f"logit_bias: the keys must be token ids, not {', '.join(not_ids)}", "logit_bias")
-        own, standard = self.structured_outputs, self.response_format
-        match self.format:
-            case None | "":
-                of_ollama = None
-            case "json":
-                of_ollama = StructuredOutputs(json_object=True)
-            case schema:
-                of_ollama = StructuredOutputs(json=schema)
-        outputs = {
-            "structured_outputs": None if own is None else own.structured(),
-            "response_format": None if standard is None else standard.structured(),
-            "regex": None if self.regex is None else StructuredOutputs(regex=self.regex),
-            "ebnf": None if self.ebnf is None else StructuredOutputs(grammar=self.ebnf),
-            "format": of_ollama,
-        }
-        found = [name for name, each in outputs.items() if each is not None]
-        if len(found) > 1:
-            raise InvalidParameter(f"{found[0]} and {found[1]} exclude each other; send only one of them", found[0])
-        structured = outputs[found[0]] if found else None
-        if self.repeat_penalty is not None:
-            given["repetition_penalty"] = self.repeat_penalty
-        return sampling_params(self, defaults, logit_bias=biases, structured_outputs=structured, **given)
+        return super().sampling_params(defaults, names, logit_bias=biases, **given)
 
     def request_options(self, *, logprobs: str = "logprobs") -> RequestOptions:
         """The options besides the prompt and the sampling parameters; `logprobs` is the API's name of that."""

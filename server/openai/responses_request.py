@@ -14,13 +14,12 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.http.errors import ResponseNotFound
 from quire.server.http.large_bodies import LARGE_BODY, Continued
-from quire.server.http.request_body import Admit, RequestBody, sampling_params
+from quire.server.http.request_body import Admit
 from quire.server.http.request_model import (
     INTEGRAL,
     LABEL,
     MAX_MESSAGES,
     ExtraField,
-    Int64,
     Positive,
     ReasoningEffort,
     RequestModel,
@@ -30,7 +29,7 @@ from quire.server.http.request_model import (
 )
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import ServedModel
-from quire.server.openai.protocol import OF_OLLAMA
+from quire.server.openai.protocol import OF_OLLAMA, ReasoningRequest, SamplingRequest
 from quire.server.openai.responses_input import (
     InputTurns,
     is_message,
@@ -128,7 +127,7 @@ class ReadRequest(NamedTuple):
     """The fields, items and tools that have no effect."""
 
 
-class InputTokensRequest(RequestBody):
+class InputTokensRequest(ReasoningRequest):
     """The body of a request to count the tokens of an input."""
 
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
@@ -228,10 +227,20 @@ class InputTokensRequest(RequestBody):
             tool_use=read_tool_use(tools.functions, choice, self._max_calls, _NAMES, tools.params, tools.grammars),
             template=ChatTemplateOptions(
                 chat_template_kwargs=self.chat_template_kwargs or {},
-                reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+                reasoning_effort=self.effort,
+                thinking=self.thinking,
             ),
         )
         return ReadRequest(chat, [*earlier, *own], tools, ignored)
+
+    def efforts(self) -> dict[str, ReasoningEffort | None]:
+        return {**super().efforts(), "reasoning.effort": self.reasoning and self.reasoning.effort}
+
+    @property
+    def _names(self) -> ParamNames:
+        """The names of the parameters that the request sets."""
+        given = (name for name, effort in self.efforts().items() if effort is not None)
+        return replace(_NAMES, reasoning_effort=next(given, "reasoning.effort"))
 
     @property
     def _max_calls(self) -> int | None:
@@ -240,13 +249,14 @@ class InputTokensRequest(RequestBody):
     async def process_here(self, admit: Admit) -> Any:
         """Return the number of tokens."""
         read = self.read()
-        return len(await admit(read.ignored).tokenize_chat(read.chat, None, None, names=_NAMES))
+        return len(await admit(read.ignored).tokenize_chat(read.chat, None, None, names=self._names))
 
 
-class ResponsesRequest(InputTokensRequest):
+class ResponsesRequest(SamplingRequest, InputTokensRequest):
     """The body of a request for a response."""
 
     needs: ClassVar[Task | None] = "generate"
+    longest_name: ClassVar[str] = "max_output_tokens"
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention", *_ECHOED), LABEL),
         **OF_OLLAMA,
@@ -262,22 +272,6 @@ class ResponsesRequest(InputTokensRequest):
 
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     max_output_tokens: Positive | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int64 | None = None
-    """vLLM extension, as in chat."""
-    min_p: float | None = None
-    """vLLM extension, as in chat."""
-    presence_penalty: float | None = None
-    """vLLM extension, as in chat."""
-    frequency_penalty: float | None = None
-    """vLLM extension, as in chat."""
-    repetition_penalty: float | None = None
-    """vLLM extension, as in chat."""
-    seed: Int64 | None = None
-    """vLLM extension, as in chat."""
-    stop: str | list[str] | None = None
-    """vLLM extension, as in chat."""
     max_tool_calls: Positive | None = None
     """Of functions, as there are no built-in tools: further calls are dropped."""
     top_logprobs: Annotated[int, Field(ge=-1, lt=2**63), INTEGRAL] | None = None
@@ -298,6 +292,26 @@ class ResponsesRequest(InputTokensRequest):
     def _max_calls(self) -> int | None:
         return 1 if self.parallel_tool_calls is False else self.max_tool_calls
 
+    def check_fields(self, param: str = "") -> set[str]:
+        """See `SamplingRequest`."""
+        if self.num_predict == 0:
+            raise InvalidParameter("num_predict must not be 0", "num_predict")
+        return super().check_fields(param)
+
+    def structures(self) -> dict[str, StructuredOutputs | None]:
+        """See `SamplingRequest`."""
+        text = self.text and self.text.format
+        return {"text.format": text.structured() if text else None, **super().structures()}
+
+    @property
+    def _names(self) -> ParamNames:
+        return replace(super()._names, structured_outputs="format") if self.format else super()._names
+
+    @property
+    def _longest(self) -> int | None:
+        """The maximum number of output tokens."""
+        return self.max_output_tokens if self.num_predict is None else max(self.num_predict, 0) or None
+
     async def process_here(self, admit: Admit) -> ProcessedResponse:
         for name in _ECHOED:
             if len(str((self.model_extra or {}).get(name))) > MAX_ECHOED:
@@ -305,12 +319,11 @@ class ResponsesRequest(InputTokensRequest):
         if other := next((name for name in self.include or () if name not in _INCLUDABLE), None):
             raise InvalidParameter(f"include: {other} is not supported", "include")
         read = self.read()
-        structured = self.text and self.text.format and self.text.format.structured()
         has_logprobs = self.top_logprobs or _LOGPROBS in (self.include or ())
         logprobs = (self.top_logprobs or 0) if has_logprobs else None
         processor = admit(read.ignored)
-        params = sampling_params(
-            self, processor.sampling_defaults, _NAMES, logprobs=logprobs, structured_outputs=structured
+        params = self.sampling_params(
+            processor.sampling_defaults, self._names, logprobs=logprobs, max_tokens=self._longest
         )
         chat = await self._process_chat(processor, read.chat, params)
         echoed, key = self._echoed_fields(read.tools.given), uuid.uuid4().hex
@@ -331,7 +344,7 @@ class ResponsesRequest(InputTokensRequest):
 
         async def process(messages: Sequence[Message]) -> GenerationInput:
             return await processor.process_chat(
-                replace(chat, messages=messages), params, RequestOptions(param_names=_NAMES)
+                replace(chat, messages=messages), params, RequestOptions(param_names=self._names)
             )
 
         try:
@@ -356,13 +369,13 @@ class ResponsesRequest(InputTokensRequest):
         return {
             "background": False,
             "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
+            "max_output_tokens": self._longest,
             "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": extra.get("prompt_cache_key"),
-            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "reasoning": {"effort": self.effort, "summary": None},
             "safety_identifier": extra.get("safety_identifier"),
             "service_tier": "default",
             "store": self.store is not False,

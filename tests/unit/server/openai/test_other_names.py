@@ -12,6 +12,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.openai.chat import ChatRequest
 from quire.server.openai.completions import CompletionRequest
+from quire.server.openai.responses_request import InputTokensRequest, ResponsesRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -19,6 +20,10 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 def chat(**fields: Any) -> ChatRequest:
     return ChatRequest.validated({"messages": [{"role": "user", "content": "hi"}], **fields})
+
+
+def response(**fields: Any) -> ResponsesRequest:
+    return ResponsesRequest.validated({"input": "hi", **fields})
 
 
 def params(**fields: Any) -> SamplingParams:
@@ -79,8 +84,32 @@ def test_what_cannot_matter_is_ignored() -> None:
     ("think", "thinking", "effort"), [(True, True, None), (False, False, None), ("high", None, "high")]
 )
 def test_think(think: Any, thinking: bool | None, effort: str | None) -> None:
-    template = chat(think=think).chat_input().template
-    assert (template.thinking, template.reasoning_effort) == (thinking, effort)
+    inputs = InputTokensRequest.validated({"input": "hi", "think": think})
+    for found in (chat(think=think).chat_input(), response(think=think).read().chat, inputs.read().chat):
+        assert (found.template.thinking, found.template.reasoning_effort) == (thinking, effort)
+
+
+def test_responses_take_chats_effort() -> None:
+    for fields in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}):
+        assert response(**fields).read().chat.template.reasoning_effort == "low"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning_effort": "low", "reasoning": {"effort": "low"}}, "reasoning_effort"),
+        ({"reasoning_effort": "low", "think": "low"}, "think"),
+        ({"num_predict": 7, "max_output_tokens": 7}, "num_predict"),
+        ({"num_predict": 0}, "num_predict"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.1}, "repeat_penalty"),
+        ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
+        ({"options": {"temperature": 0.5}}, "options.temperature"),
+    ],
+)
+def test_responses_refuse_one_meaning_twice(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter) as raised:
+        response(**fields).read()
+    assert raised.value.param == param
 
 
 @pytest.mark.parametrize(

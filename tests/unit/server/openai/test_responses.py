@@ -414,6 +414,24 @@ async def test_vllms_sampling_parameters(server: Server, monkeypatch: pytest.Mon
     assert {name: getattr(sent[0].params, name) for name in given} == given
 
 
+async def test_ollamas_names(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: Any = []
+    submit = server.frontend.client._send
+    monkeypatch.setattr(server.frontend.client, "_send", lambda *args: sent.append(args[0]) or submit(*args))
+    schema = {"type": "object"}
+    answer = await send(server, repeat_penalty=1.25, num_predict=7, format=schema, reasoning_effort="low", num_ctx=4096)
+    params = sent[0].params
+    assert (params.repetition_penalty, params.max_tokens) == (1.25, 7)
+    assert params.structured_outputs.json.items() >= schema.items()
+    assert (answer["max_output_tokens"], answer["reasoning"]["effort"]) == (7, "low")
+    assert {"num_ctx", "reasoning_effort"} <= server.frontend.input_processor.ignored
+    await send(server, num_predict=-1)
+    assert sent[-1].params.max_tokens is None
+    both = {"input": "hi", "format": "json", "text": {"format": {"type": "json_object"}}}
+    for fields, param in ((both, "text.format"), ({"input": "hi", "format": {"type": "no"}}, "format")):
+        assert (await refused(server, "responses", fields))["param"] == param
+
+
 async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
     await send(
         server,
