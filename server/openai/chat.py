@@ -22,6 +22,7 @@ from quire.server.http.request_model import (
     Positive,
     RequestModel,
     check_length,
+    only_one,
     rejected,
     variant,
 )
@@ -230,8 +231,8 @@ class ChatRequest(ReasoningRequest, GenerationRequest):
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs or {},
             documents=self.documents or (),
-            reasoning_effort=self.effort,
-            thinking=self.thinking,
+            reasoning_effort=only_one(self.efforts()),
+            thinking=self.think if isinstance(self.think, bool) else None,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),

@@ -133,16 +133,6 @@ class ReasoningRequest(RequestBody):
             "reasoning_effort": self.reasoning_effort,
         }
 
-    @property
-    def effort(self) -> ReasoningEffort | None:
-        """The effort; raises `InvalidParameter` if there are several."""
-        return only_one(self.efforts())
-
-    @property
-    def thinking(self) -> bool | None:
-        """The switch for reasoning."""
-        return self.think if isinstance(self.think, bool) else None
-
 
 class SamplingRequest(RequestBody):
     """The sampling parameters that chat, completions and Responses share. None: the model's default, or the API's."""
@@ -182,21 +172,28 @@ class SamplingRequest(RequestBody):
             raise InvalidParameter("repeat_last_n must be -1: repeat_penalty is for all tokens", "repeat_last_n")
         return ignored
 
-    def structures(self) -> dict[str, StructuredOutputs | None]:
-        """The structures that the request gives for the answer, by parameter."""
+    def sampled(
+        self,
+        defaults: dict[str, Any],
+        structures: Mapping[str, StructuredOutputs | None],
+        names: ParamNames = CHAT_NAMES,
+        **given: Any,
+    ) -> SamplingParams:
+        """The sampling parameters. `given` overrides the request, which overrides `defaults`.
+
+        `structures`: those that the API's own parameters give for the answer, by parameter.
+        """
         match self.format:
             case None | "":
-                return {"format": None}
+                of_ollama = None
             case "json":
-                return {"format": StructuredOutputs(json_object=True)}
+                of_ollama = StructuredOutputs(json_object=True)
             case schema:
-                return {"format": StructuredOutputs(json=schema)}
-
-    def sampling_params(self, defaults: dict[str, Any], names: ParamNames = CHAT_NAMES, **given: Any) -> SamplingParams:
-        """The sampling parameters. `given` overrides the request, which overrides `defaults`."""
+                of_ollama = StructuredOutputs(json=schema)
+        structured = only_one({**structures, "format": of_ollama})
         if self.repeat_penalty is not None:
             given["repetition_penalty"] = self.repeat_penalty
-        return sampling_params(self, defaults, names, structured_outputs=only_one(self.structures()), **given)
+        return sampling_params(self, defaults, names, structured_outputs=structured, **given)
 
 
 class GenerationRequest(SamplingRequest):
@@ -345,18 +342,8 @@ class GenerationRequest(SamplingRequest):
         """The id of the response: the request's own id, or a new one."""
         return f"{kind}-{self.request_id or uuid.uuid4().hex}"
 
-    def structures(self) -> dict[str, StructuredOutputs | None]:
-        """See `SamplingRequest`."""
-        return {
-            "structured_outputs": None if self.structured_outputs is None else self.structured_outputs.structured(),
-            "response_format": None if self.response_format is None else self.response_format.structured(),
-            "regex": None if self.regex is None else StructuredOutputs(regex=self.regex),
-            "ebnf": None if self.ebnf is None else StructuredOutputs(grammar=self.ebnf),
-            **super().structures(),
-        }
-
-    def sampling_params(self, defaults: dict[str, Any], names: ParamNames = CHAT_NAMES, **given: Any) -> SamplingParams:
-        """See `SamplingRequest`."""
+    def sampling_params(self, defaults: dict[str, Any], **given: Any) -> SamplingParams:
+        """See `sampled`."""
         biases: dict[int, float] = {}
         not_ids = []
         for token, bias in (self.logit_bias or {}).items():
@@ -366,7 +353,13 @@ class GenerationRequest(SamplingRequest):
                 not_ids.append(token)
         if not_ids:
             raise InvalidParameter(f"logit_bias: the keys must be token ids, not {', '.join(not_ids)}", "logit_bias")
-        return super().sampling_params(defaults, names, logit_bias=biases, **given)
+        structures = {
+            "structured_outputs": None if self.structured_outputs is None else self.structured_outputs.structured(),
+            "response_format": None if self.response_format is None else self.response_format.structured(),
+            "regex": None if self.regex is None else StructuredOutputs(regex=self.regex),
+            "ebnf": None if self.ebnf is None else StructuredOutputs(grammar=self.ebnf),
+        }
+        return self.sampled(defaults, structures, logit_bias=biases, **given)
 
     def request_options(self, *, logprobs: str = "logprobs") -> RequestOptions:
         """The options besides the prompt and the sampling parameters; `logprobs` is the API's name of that."""

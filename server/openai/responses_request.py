@@ -25,6 +25,7 @@ from quire.server.http.request_model import (
     RequestModel,
     check_length,
     hint,
+    only_one,
     rejected,
 )
 from quire.server.http.response_store import StoredResponse
@@ -227,8 +228,8 @@ class InputTokensRequest(ReasoningRequest):
             tool_use=read_tool_use(tools.functions, choice, self._max_calls, _NAMES, tools.params, tools.grammars),
             template=ChatTemplateOptions(
                 chat_template_kwargs=self.chat_template_kwargs or {},
-                reasoning_effort=self.effort,
-                thinking=self.thinking,
+                reasoning_effort=only_one(self.efforts()),
+                thinking=self.think if isinstance(self.think, bool) else None,
             ),
         )
         return ReadRequest(chat, [*earlier, *own], tools, ignored)
@@ -298,11 +299,6 @@ class ResponsesRequest(SamplingRequest, InputTokensRequest):
             raise InvalidParameter("num_predict must not be 0", "num_predict")
         return super().check_fields(param)
 
-    def structures(self) -> dict[str, StructuredOutputs | None]:
-        """See `SamplingRequest`."""
-        text = self.text and self.text.format
-        return {"text.format": text.structured() if text else None, **super().structures()}
-
     @property
     def _names(self) -> ParamNames:
         return replace(super()._names, structured_outputs="format") if self.format else super()._names
@@ -322,8 +318,10 @@ class ResponsesRequest(SamplingRequest, InputTokensRequest):
         has_logprobs = self.top_logprobs or _LOGPROBS in (self.include or ())
         logprobs = (self.top_logprobs or 0) if has_logprobs else None
         processor = admit(read.ignored)
-        params = self.sampling_params(
-            processor.sampling_defaults, self._names, logprobs=logprobs, max_tokens=self._longest
+        text = self.text and self.text.format
+        structures = {"text.format": text.structured() if text else None}
+        params = self.sampled(
+            processor.sampling_defaults, structures, self._names, logprobs=logprobs, max_tokens=self._longest
         )
         chat = await self._process_chat(processor, read.chat, params)
         echoed, key = self._echoed_fields(read.tools.given), uuid.uuid4().hex
@@ -375,7 +373,7 @@ class ResponsesRequest(SamplingRequest, InputTokensRequest):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": extra.get("prompt_cache_key"),
-            "reasoning": {"effort": self.effort, "summary": None},
+            "reasoning": {"effort": only_one(self.efforts()), "summary": None},
             "safety_identifier": extra.get("safety_identifier"),
             "service_tier": "default",
             "store": self.store is not False,
