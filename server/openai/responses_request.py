@@ -235,7 +235,8 @@ class InputTokensRequest(ReasoningRequest):
         return ReadRequest(chat, [*earlier, *own], tools, ignored)
 
     def efforts(self) -> dict[str, ReasoningEffort | None]:
-        return {**super().efforts(), "reasoning.effort": self.reasoning and self.reasoning.effort}
+        own = None if self.reasoning is None else self.reasoning.effort
+        return {**super().efforts(), "reasoning.effort": own}
 
     @property
     def _names(self) -> ParamNames:
