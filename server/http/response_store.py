@@ -55,7 +55,8 @@ class _Held:
 class ResponseStore:
     """Limited by `max_responses` and `max_bytes`. A request finds only the responses of its own API key, by name.
 
-    When there is no room for a new response, the keys that hold most lose the oldest of their other responses.
+    When there is no room for a new response, the keys that hold most lose the oldest of their other responses. A response
+    that is more than twice as large as all that any other key holds is not stored at their cost.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
@@ -90,12 +91,15 @@ class ResponseStore:
         held = self._held.setdefault(new[0], _Held())
         held.num_responses += 1
         held.num_bytes += stored.size
-        for name, limit in (("num_responses", self._max_responses), ("num_bytes", self._max_bytes)):
-            amount: Callable[[_Held], int] = attrgetter(name)
+        for counted, limit in (("num_responses", self._max_responses), ("num_bytes", self._max_bytes)):
+            amount: Callable[[_Held], int] = attrgetter(counted)
             while sum(map(amount, self._held.values())) > limit:
-                others = [(key, amount(self._held[key[0]])) for key in self._stored if key != new]
-                most = max(held for _, held in others)
-                self._remove(next(key for key, held in others if held == most))
+                others = [(name, amount(self._held[name[0]])) for name in self._stored if name != new]
+                most = max(number for _, number in others)
+                if held.num_responses == 1 and amount(held) > 2 * most:
+                    self._remove(new)
+                    return
+                self._remove(next(name for name, number in others if number == most))
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a finished response, or None if it is not stored."""

@@ -27,7 +27,7 @@ from quire.server.text.schemas.strings import pattern_of
 _MAX_PATTERNS = 6
 """Patterns of names that may overlap."""
 _MAX_TEXTS = 16
-"""Names of a pattern that become properties."""
+"""Names of a pattern that may all be properties."""
 _MAX_EXACT = 1024
 """Characters of a pattern that llguidance compares with another in time."""
 _ANNOTATIONS = {"$comment", "title", "description", "default", "examples"}
@@ -151,26 +151,25 @@ def _parts(names: Any, resolve: Resolve, matching: list[str], depth: int = 0) ->
 
 
 def disjoint_patterns(schema: Schema, resolve: Resolve) -> Schema:
-    """Return a schema of whose `patternProperties` each name matches one at most. Patterns of few names become
-    `properties`: where all names of a pattern are excluded, llguidance would begin another property.
+    """Return a schema of whose `patternProperties` each name matches one at most. A pattern all of whose names are
+    `properties` is left out, with its schema in these: llguidance would begin another property of it.
     """
     given = mapping(schema["patternProperties"])
     if len(given) > _MAX_PATTERNS:
         return schema
+    properties = dict(mapping(schema.get("properties", {})))
     try:
-        names = {pattern: patterns.texts(pattern, _MAX_TEXTS, resolve.step) for pattern in given}
-        finite = {pattern: each for pattern, each in names.items() if each is not None}
-        properties = dict(mapping(schema.get("properties", {})))
-        for name in dict.fromkeys(itertools.chain.from_iterable(finite.values())):
-            also = [given[pattern] for pattern, texts in finite.items() if name in texts]
-            also += [properties[name]] if name in properties else []
-            properties[name] = also[0] if len(also) == 1 else {"allOf": also}
-        infinite = _disjoint({name: each for name, each in given.items() if name not in finite}, resolve)
+        found = _disjoint(given, resolve)
+        for pattern, value in [*found.items()] if properties else ():
+            names = patterns.texts(pattern, _MAX_TEXTS, resolve.step)
+            if names is not None and properties.keys() >= {*names}:
+                del found[pattern]
+                properties |= {name: {"allOf": [properties[name], value]} for name in names}
     except ValueError:
         return schema  # what is wrong with the patterns is found later
-    found = {key: value for key, value in schema.items() if key not in ("patternProperties", "properties")}
-    found |= {"properties": properties} if properties or "properties" in schema else {}
-    return {**found, **({"patternProperties": infinite} if infinite else {})}
+    others = {key: value for key, value in schema.items() if key not in ("patternProperties", "properties")}
+    others |= {"properties": properties} if "properties" in schema else {}
+    return {**others, **({"patternProperties": found} if found else {})}
 
 
 def _disjoint(given: Schema, resolve: Resolve) -> Schema:

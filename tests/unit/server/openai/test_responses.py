@@ -502,8 +502,11 @@ def test_keys_share_the_store() -> None:
         assert (held("quiet"), held("loud"), held("third")) == (["b", "c"], ["f", "g", "h"], ["a"])
         add("loud", "a", "b", size=48)
         assert (held("loud"), held("third"), held("quiet")) == (["b"], ["a"], ["b", "c"])
-        add("quiet", "d", size=90)  # what is new is kept
+        add("quiet", "d", size=60)  # what is new is kept
         assert (held("quiet"), held("loud"), held("third")) == (["d"], [], ["a"])
+        add("quiet", "d", size=40)
+        add("third", "b", size=95)  # but not what is much larger than what others hold
+        assert (held("quiet"), held("third")) == (["d"], [])
         add("first", "a", "b")
         for name in "abcdefgh":  # all hold one response at most
             add(f"key {name}", name)
