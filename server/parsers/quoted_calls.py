@@ -9,7 +9,7 @@ from collections.abc import Collection
 from quire.server.parsers.argument_types import ANY_TYPE, TEXT, json_of, property_names, property_types
 from quire.server.parsers.incremental import CLOSERS, MalformedText, Steps, TextCutOff
 from quire.server.parsers.tags import Tags, exact, tags, units
-from quire.server.parsers.tool_calls import CLOSES, ParserOptions, ToolParser
+from quire.server.parsers.tool_calls import ParserOptions, ToolParser
 from quire.server.parsers.tool_formats import Quoted
 
 _BARE_KEY = re.compile(r"[^:,{}\[\]<]*")
@@ -32,8 +32,10 @@ class QuotedParser(ToolParser):
         self._unquoted = re.compile(rf"(?:(?!{self._quotes.whole.pattern}).)*", re.DOTALL | re.IGNORECASE)
         self._quote = exact(quote)
         close = exact(quote, "}")
-        self._left: list[str] = []
-        """The properties that the current call has no argument for."""
+        self._names: list[str] = []
+        """The properties of the current call."""
+        self._closers = [""]
+        """The brackets that close what is open in it."""
         if options.is_enforced:
             self._ends = self._nexts = close
             self._quotes = self._quote
@@ -42,48 +44,33 @@ class QuotedParser(ToolParser):
     def _closed(self, found: re.Match[str]) -> tuple[int, int]:
         return found.start() + found[0].startswith("}"), found.end()
 
-    def _text_end(self, found: re.Match[str], nexts: Tags) -> Steps[tuple[int, int] | None]:
-        """A misspelt quote also ends a text if another argument or call follows."""
-        is_exact = self._quote.whole.fullmatch(found[0].lstrip("}"))
-        if found.lastindex == CLOSES and not is_exact and (yield from self._is_followed(found.end())):
-            return self._closed(found)
-        return (yield from super()._text_end(found, nexts))
+    def _closed_by(self, close: re.Match[str], found: re.Match[str], nexts: Tags) -> Steps[tuple[int, int] | None]:
+        """The quote opens another string if neither an argument, or a list's item, nor a bracket follows."""
+        if (yield from self._goes_on(close.end())):
+            return self._closed(close)
+        return (yield from self._value_end(found, nexts))
 
-    def _is_followed(self, at: int) -> Steps[bool]:
-        """Return whether an argument that the call does not have yet stands at `at`, or the call's end and another."""
+    def _goes_on(self, at: int) -> Steps[bool]:
         begin, self._pos = self._pos, at
         try:
-            marker, _, closing = self._format.block
-            if (yield from self._take(f"}}{closing}")):
-                yield from self._peek()
-                return (yield from self._take(marker))
-            if (yield from self._peek()) == ",":
-                self._pos += 1
-                yield from self._peek()
-                for key in self._left:
-                    if (yield from self._take(f"{key}:")):
-                        return True
-        except TextCutOff:
-            pass
-        finally:
-            self._pos = begin
-        return False
-
-    def _may_close(self, first: re.Match[str], close: re.Match[str]) -> Steps[bool]:
-        """It does not if neither a comma nor a bracket follows: then the quote opens a string."""
-        begin, self._pos = self._pos, close.end()
-        try:
-            return (yield from self._peek()) in ",}]"
+            first = yield from self._peek()
+            if first != "," or self._closers[-1] == "]":
+                return first in ",}]"
+            self._pos += 1
+            yield from self._key(self._names)
         except TextCutOff:
             return True
+        except MalformedText:
+            return False
         finally:
             self._pos = begin
+        return True
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
         """Read the arguments and the braces around them."""
         yield from self._expect("{")
-        schema, closers, is_out, is_first = self._schemas[name], ["}"], False, True
-        names = self._left = property_names(schema)
+        schema, is_out, is_first = self._schemas[name], False, True
+        closers, names = self._closers, self._names = ["}"], property_names(schema)
         while (first := (yield from self._peek())) != "}" or len(closers) > 1:
             if first == closers[-1]:
                 self._pos += 1
@@ -97,7 +84,6 @@ class QuotedParser(ToolParser):
                 before = ", "
             if closers[-1] == "}":
                 key = yield from self._key(names if len(closers) == 1 else ())
-                self._left = [name for name in self._left if name != key] if len(closers) == 1 else self._left
                 types = property_types(schema, key) if len(closers) == 1 else ANY_TYPE
                 before += f"{json.dumps(key, ensure_ascii=False)}: "
             if not is_out:

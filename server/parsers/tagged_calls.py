@@ -11,7 +11,7 @@ from quire.server.parsers.incremental import MalformedText, Steps, TextCutOff, d
 from quire.server.parsers.tags import Tags, exact, is_tag, tags, units
 from quire.server.parsers.tool_calls import CLOSES, NAME, OPENS, ParserOptions, ToolParser
 from quire.server.parsers.tool_formats import Tagged
-from quire.server.parsers.value_bounds import ends
+from quire.server.parsers.value_bounds import opening_lines
 
 _ATTRIBUTE_END = re.compile(
     r"""["']?[ \t]*(?:string[ \t]*=[ \t]*["']?(true|false)["']?[ \t]*)?(?:>|(?=\n))""", re.IGNORECASE
@@ -19,7 +19,6 @@ _ATTRIBUTE_END = re.compile(
 """The end of a tag that has a key, and maybe whether the value is a string. A line break may stand for its `>`."""
 _MAX_ATTRIBUTE = 40
 """Maximum number of characters of the text that ends such a tag."""
-_SPACE = re.compile(r"\s*")
 
 
 class TaggedParser(ToolParser):
@@ -43,12 +42,15 @@ class TaggedParser(ToolParser):
         if call.between_json:
             key_end = r"[\"'](?:[ \t]*>|[ \t]+string\b)"
         self._key = re.compile(rf"(?:(?!{key_end})[^\n<])*", re.IGNORECASE)
+        self._openers = tags(begins, others=every)
+        self._is_first = False
+        """The text begins with the value."""
         self._keeps_line = not call.close.startswith("\n")
         self._ends = tags(closes, opens, (*closing, *begins), others=every, lead="\n")
         self._nexts = tags(closes, (*opens, *begins), others=every, lead="\n")
         ends = self._ends.whole.pattern
         self._end_or_quote = re.compile(f'"|{ends}', re.IGNORECASE)
-        self._end_in_string = re.compile(rf'"|\\.|{ends}|\n', re.DOTALL | re.IGNORECASE)
+        self._end_in_string = re.compile(rf'"|\\[^<\n]|{ends}|\n', re.DOTALL | re.IGNORECASE)
         self._trusts_strings = True
         """No value of this answer has had a JSON string that is not closed."""
         self._left: set[str] = set()
@@ -62,7 +64,7 @@ class TaggedParser(ToolParser):
         if options.is_enforced:
             self._ends = self._nexts = close
             self._end_or_quote = re.compile(f'"|{close.whole.pattern}')
-            self._end_in_string = re.compile(rf'"|\\.|{close.whole.pattern}|\n', re.DOTALL)
+            self._end_in_string = re.compile(rf'"|\\[^<\n]|{close.whole.pattern}|\n', re.DOTALL)
         super().__init__(options, close)
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
@@ -89,7 +91,7 @@ class TaggedParser(ToolParser):
             self._show_arguments(f"{', ' if is_out else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             is_out = True
             self._left.discard(key)
-            self._stop = self._stops(is_first=True)
+            self._is_first = True
             if types == TEXT:
                 yield from self._text_value(self._ends, self._nexts)
             else:
@@ -173,23 +175,70 @@ class TaggedParser(ToolParser):
     def _closed(self, found: re.Match[str]) -> tuple[int, int]:
         return found.start() + (self._keeps_line and found[0].startswith("\n")), found.end()
 
-    def _stops(self, is_first: bool) -> Tags:
-        return ends(self._format, self._tags, frozenset(self._left), is_first)
+    def _closed_by(self, close: re.Match[str], found: re.Match[str], nexts: Tags) -> Steps[tuple[int, int] | None]:
+        """The text ends before an argument that the call does not have yet, and that does not come behind `close`
+        either: at its opening tag if that is the first tag and the call requires the argument, or at a line that is
+        its opening tag, unless the tag of a block or a call comes before. That would be quoted, and so is the line.
+        """
+        if found.lastindex == OPENS and (yield from self._is_argument(found.end())):
+            key = yield from self._opened(found.end())
+            if key in self._left & self._required and not (yield from self._comes_later(key, close.end())):
+                return found.start(), found.start()
+        lines = opening_lines(self._tags, self._is_first).finditer(self._text, found.start(), close.end())
+        line = next((line for line in lines if line[1] in self._left), None)
+        if line is None:
+            return self._closed(close)
+        is_quoted = self._openers.whole.search(self._text, found.start(), line.start())
+        if is_quoted or (yield from self._comes_later(line[1], close.end())):
+            return self._closed(close)
+        return self._before(line.start(), found)
 
-    def _stopped(self, found: re.Match[str], at: int) -> tuple[int, int]:
+    def _before(self, at: int, found: re.Match[str]) -> tuple[int, int]:
+        """The end of a text before a line, and where the text behind it begins: misspelt tags that close it, which may
+        stand there, do not belong to it."""
+        first, end = None, 0
         for tag in takewhile(lambda tag: tag.end() <= at, self._ends.whole.finditer(self._text, found.start())):
-            behind = _SPACE.match(self._text, tag.end())
-            if behind is None or not self._ends.whole.match(self._text, behind.end()):
-                continue
-            if tag.lastindex == CLOSES:
-                return self._closed(tag)
-            if tag.lastindex != OPENS and tag[0].startswith("\n"):
-                return tag.start(), tag.start()
-        return at, at
+            if tag.lastindex != CLOSES:
+                first = None
+            elif first is None or self._text[end : tag.start()].strip():
+                first = tag
+            end = tag.end()
+        return self._closed(first) if first and not self._text[end:at].strip() else (at, at)
+
+    def _opened(self, at: int) -> Steps[str]:
+        """The name of the argument whose opening tag ends at `at`."""
+        begin, self._pos = self._pos, at
+        yield from self._peek()
+        key = yield from self._argument_name()
+        self._pos = begin
+        return key
+
+    def _comes_later(self, key: str, at: int) -> Steps[bool]:
+        """Whether the call, which goes on at `at` behind a value, has this argument there, or might have it."""
+        assert self._close is not None
+        begin = self._pos
+        try:
+            while key not in self._later:
+                self._pos = at
+                yield from self._peek()
+                if not (yield from self._take(self._tags.open)):
+                    return False
+                yield from self._peek()
+                self._later.add((yield from self._argument_name()))
+                while (close := self._close.whole.search(self._text, self._pos)) is None:
+                    self._pos = max(self._pos, len(self._text) - self._close.longest)
+                    yield from self._more()
+                at = close.end()
+        except TextCutOff:
+            return bool(self._text[at:].strip())
+        except MalformedText:
+            pass
+        finally:
+            self._pos = begin
+        return True
 
     def _show_string(self) -> None:
-        if self._pos:
-            self._stop = self._stops(is_first=False)
+        self._is_first = self._is_first and not self._pos
         super()._show_string()
 
     def _is_argument(self, at: int) -> Steps[bool]:
@@ -206,38 +255,6 @@ class TaggedParser(ToolParser):
         finally:
             self._pos = begin
         return True
-
-    def _may_close(self, first: re.Match[str], close: re.Match[str]) -> Steps[bool]:
-        """It does not if `first` opens an argument that the call requires and that does not come later."""
-        if first.lastindex != OPENS:
-            return True
-        assert self._close is not None
-        begin = self._pos
-        try:
-            self._pos = first.end()
-            if not (yield from self._is_argument(first.end())):
-                return True
-            yield from self._peek()
-            key = yield from self._argument_name()
-            if key not in self._left & self._required or key in self._later:
-                return True
-            self._pos = close.end()
-            while True:
-                yield from self._peek()
-                if not (yield from self._take(self._tags.open)):
-                    return False
-                yield from self._peek()
-                if (yield from self._argument_name()) == key:
-                    self._later.add(key)
-                    return True
-                while (found := self._close.whole.search(self._text, self._pos)) is None:
-                    self._pos = max(self._pos, len(self._text) - self._close.longest)
-                    yield from self._more()
-                self._pos = found.end()
-        except MalformedText:
-            return True
-        finally:
-            self._pos = begin
 
     def _typed_value(self, types: frozenset[str]) -> Steps[None]:
         """Emit a value as JSON. A closing tag inside of a JSON string does not end it, unless the string is not closed:

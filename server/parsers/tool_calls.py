@@ -78,8 +78,7 @@ class ToolParser(IncrementalParser):
 
     def __init__(self, options: ParserOptions, close: Tags | None = None) -> None:
         """`close` is the pattern for the exact tag that closes a string, if it is written between tags."""
-        self._close = self._stop = close
-        """`_stop` also matches, as its group `OPENS`, what else ends a string before that tag."""
+        self._close = close
         self._is_unclosed = False
         """The text has ended, and no such tag is left in it."""
         self._format = format = options.format
@@ -407,35 +406,27 @@ class ToolParser(IncrementalParser):
 
     def _text_end(self, found: re.Match[str], nexts: Tags) -> Steps[tuple[int, int] | None]:
         """Return the same as `_value_end` for a text, in which a grammar excludes only the exact closing tag: that one
-        ends it, whatever tags come before, as long as it leaves a call that may have been written. So does a line that
-        a grammar excludes, too.
+        ends it, whatever tags come before, as long as `_closed_by` agrees.
         """
         assert self._close is not None
-        assert self._stop is not None
         if self._close.whole.fullmatch(found[0]):
             return self._closed(found)
         at = found.start()
         while not self._is_unclosed:
-            stop = self._stop.whole.search(self._text, at)
-            if stop is not None and stop.lastindex == OPENS:
-                return self._stopped(found, stop.start())
-            if stop is not None:
-                return (
-                    self._closed(stop)
-                    if (yield from self._may_close(found, stop))
-                    else (yield from self._value_end(found, nexts))
-                )
+            close = self._close.whole.search(self._text, at)
+            if close is not None:
+                return (yield from self._closed_by(close, found, nexts))
             self._is_unclosed = self._ended
-            at = max(at, len(self._text) - self._stop.longest)
+            at = max(at, len(self._text) - self._close.longest)
             if not self._ended:
                 yield from self._more()
         return (yield from self._value_end(found, nexts))
 
-    def _may_close(self, first: re.Match[str], close: re.Match[str]) -> Steps[bool]:
-        """Return whether a call that may have been written goes on behind `close`, before which the tag `first` is
-        text."""
+    def _closed_by(self, close: re.Match[str], found: re.Match[str], nexts: Tags) -> Steps[tuple[int, int] | None]:
+        """Return the same for a text with an exact closing tag behind `found`. If that tag may as well belong to
+        another text, which the end of this one lacks, the text ends before it."""
         yield from ()
-        return True
+        return self._closed(close)
 
     def _value_end(self, found: re.Match[str], nexts: Tags) -> Steps[tuple[int, int] | None]:
         """Return where a value ends and where the text behind it begins, if `found` is the first tag that may end it.
@@ -455,11 +446,6 @@ class ToolParser(IncrementalParser):
         if following is not None and following.lastindex == CLOSES:
             return self._closed(following)
         return found.start(), found.start()
-
-    def _stopped(self, found: re.Match[str], at: int) -> tuple[int, int]:
-        """Return the same for a text that ends at `at` or before, without its exact closing tag; `found` is the first
-        tag that may end it. A misspelt one does if another tag follows."""
-        return at, at
 
     def _closed(self, found: re.Match[str]) -> tuple[int, int]:
         """The end of a value, and of the tag that closes it."""

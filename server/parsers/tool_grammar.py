@@ -280,13 +280,13 @@ class _GrammarText:
         self, tags: Tagged, index: int, name: str, schema: dict[str, Any], known: Collection[str]
     ) -> Iterator[str]:
         """Arguments between tags in the schema's order; any arguments if the schema says nothing about them."""
-        bound = f"BOUND_{index}"
-        self.rules.append(f"{bound}: {excluded(self._format, tags, known)}")
+        bounds = [f"BOUND_{index}"] * bool(known)
+        self.rules += [f"{bound}: {excluded(tags, known)}" for bound in bounds]
         is_open = schema.get("additionalProperties") in (None, True, {})
         if is_open and not schema.get("properties") and not schema.get("required"):
             rule = f"any_{index}" if known else "any"
             if rule not in self._shared:
-                raw = self._raw(rule, f"TEXT & ~{bound}", tags)
+                raw = self._raw(rule, " & ~".join(("TEXT", *bounds)), tags)
                 betweens = " | ".join(self.literal(way) for way in (tags.between, tags.between_json) if way)
                 self.rules.append(f"{rule}_args: ({self.literal(tags.open)} KEY ({betweens}) {raw})*")
             yield f"{rule}_args"
@@ -295,7 +295,7 @@ class _GrammarText:
         for at, (key, value, is_required) in enumerate(_properties(name, schema)):
             opening, rule = self.literal(tags.open + key), f"value_{index}_{at}"
             try:
-                ways = " | ".join(self._tagged_value(tags, rule, value, schema, bound))
+                ways = " | ".join(self._tagged_value(tags, rule, value, schema, bounds))
             except ValueError as error:
                 raise InvalidParameter(f"tools: {key} in the parameters of {name}: {error}", "tools") from None
             if not ways:
@@ -303,13 +303,15 @@ class _GrammarText:
             items.append((f"{opening} ({ways})", is_required))
         yield from selections(items, "")
 
-    def _tagged_value(self, tags: Tagged, rule: str, schema: Any, root: dict[str, Any], bound: str) -> Iterator[str]:
-        """The ways to write a value, each from `between` to `close`: as text that does not match `bound`, as JSON."""
+    def _tagged_value(
+        self, tags: Tagged, rule: str, schema: Any, root: dict[str, Any], bounds: Sequence[str]
+    ) -> Iterator[str]:
+        """The ways to write a value, each from `between` to `close`: as text that matches none of `bounds`, as JSON."""
         types = types_of(schema, root)
         others = types - TEXT
         if "string" in types:
             unlike = frozenset[str]() if tags.between_json else others
-            text = text_terminal(schema, root, tags.close.strip(), unlike, [bound])
+            text = text_terminal(schema, root, tags.close.strip(), unlike, bounds)
             if text is not None:
                 yield f"{self.literal(tags.between)} {self._raw(rule, text, tags)}"
             if not tags.between_json:

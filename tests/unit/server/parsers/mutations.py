@@ -1,7 +1,7 @@
 """Transcripts whose tags are missing, doubled, spaced, re-cased or cut, and what a person still reads in them.
 
 `python -m tests.unit.server.parsers.mutations [CASES]` prints for each format how often a call is lost, markup gets
-into arguments, text disappears, and streaming differs from the whole text.
+into arguments, text disappears, streaming differs from the whole text, and a text that is not closed swallows calls.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _TAG = re.compile(r"<[^<>\n]*>?|\[[A-Z_]+\]|```json|```|functools")
 KINDS = ("missing", "doubled", "doubled on a line", "spaced", "space before", "line before", "space behind",
          "line behind", "upper case", "title case", "cut", "text cut")  # fmt: skip
 FAULTS = ("lost call", "markup in arguments", "lost text", "stream differs")
+SWALLOWED = "swallowed call"
+"""No fault: calls are text of the one before, whose last text is not closed. They could be quoted there."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Mutation:
     """The calls of the transcript."""
     is_readable: bool
     """All calls can still be seen."""
+    is_unclosed: bool = False
+    """The last text of a call is not closed, and another one is; or the quotes of a text are both misspelt."""
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -74,7 +78,10 @@ def values_with_tags(format: str) -> tuple[str, ...]:
     tags += [f"{tag}unit{end}" for tag in tags if tag[-1] in '="' for end in (">", '">', ">\n")]
     tags += [other for tag in tags for other in (tag.title(), f"{tag[:-1]} >", tag[:-1])]
     values = [f"{before}{tag}{behind}" for tag in tags for before, behind in (("", "x"), ("x ", " y"), ("x\n", "\ny"))]
-    values += [f'x = """{text.replace(close, "")}"""' for text in (TWO_CALLS[format], TWO_CALLS[format][-40:])]
+    calls = TWO_CALLS[format]
+    last = calls[calls.rindex(TOOL_FORMATS[format].block[0]) :]
+    quoted = (calls, calls[-40:], last, f"{last}\n{last}", f"{last}\n{calls.partition(close)[0]}")
+    values += [f'x = """{text.replace(close, "")}"""\nprint(x)' for text in quoted]
     return tuple(value for value in values if close not in value)
 
 
@@ -109,6 +116,7 @@ def mutated(format: str, generator: random.Random) -> Mutation:
     if kind == "text cut":
         return Mutation(format, kind, text[: generator.randrange(len(text))], content, calls, False)
     text, is_readable = changed(format, text, kind, generator)
+    is_unclosed = _last_closes(format, text) < _last_closes(format, source)
     # Where the tag that closes a value is spoilt, only the exact tag behind it ends the value.
     closes = sum(_closes_early(format, tag) for tag in tags_of(format).finditer(source))
     is_whole = closes == sum(_closes_early(format, tag) for tag in tags_of(format).finditer(text))
@@ -118,13 +126,23 @@ def mutated(format: str, generator: random.Random) -> Mutation:
         kind = f"{kind}, {second}"
         is_hidden = any(each in kind for each in ("missing", "cut"))
         is_readable = is_readable and is_still_readable and not is_hidden
-    return Mutation(format, kind, text, content, calls, is_readable)
+    return Mutation(format, kind, text, content, calls, is_readable, is_unclosed)
 
 
 def _closes_early(format: str, tag: re.Match[str]) -> bool:
     """Whether this is the tag that closes a value, and not the last one."""
     call = TOOL_FORMATS[format].call
     return isinstance(call, Tagged) and tag[0] == (close := call.close.strip()) and close in tag.string[tag.end() :]
+
+
+def _last_closes(format: str, text: str) -> int:
+    """The number of tags that close the last value of a call before others; of pairs where they are quotes."""
+    call = TOOL_FORMATS[format].call
+    if isinstance(call, Quoted):
+        return (text.count(call.quote) + 1) // 2
+    if not isinstance(call, Tagged):
+        return 0
+    return sum(not behind.lstrip().startswith(call.open) for behind in text.split(call.close.strip())[1:-1])
 
 
 def _makes_text(format: str, tag: re.Match[str], kind: str) -> bool:
@@ -197,14 +215,18 @@ def _words(value: Any) -> Counter[str]:
 
 
 def faults_of(mutation: Mutation, generator: random.Random) -> list[str]:
-    """What is read wrongly: some of FAULTS."""
+    """What is read wrongly: some of FAULTS, or SWALLOWED."""
     content, calls = read(mutation.format, [mutation.text])
     found = []
     got = [(name, _parsed(arguments)) for name, arguments in calls]
     wanted = [(name, _stripped(arguments)) for name, arguments in mutation.calls]
-    if mutation.is_readable and got != wanted:
+    if mutation.is_unclosed and got != wanted and [name for name, _ in got] == [name for name, _ in wanted[: len(got)]]:
+        found.append(SWALLOWED)
+    elif mutation.is_readable and got != wanted:
         found.append("lost call")
-    if any(words_of(mutation.format) & {*re.findall(r"[^\W_▁]+", said.lower())} for _, said in calls):
+    if SWALLOWED not in found and any(
+        words_of(mutation.format) & {*re.findall(r"[^\W_▁]+", said.lower())} for _, said in calls
+    ):
         found.append("markup in arguments")
     bare = tags_of(mutation.format).sub(" ", mutation.text)
     said = _words(content) + Counter(word for name, value in got for word in (_words(name) + _words(value)))
@@ -219,7 +241,7 @@ def faults_of(mutation: Mutation, generator: random.Random) -> list[str]:
 
 
 def faults_in(format: str, cases: int) -> list[tuple[str, Mutation]]:
-    """The faults in this many mutations, the same in every run, and the mutations."""
+    """The faults in this many mutations and the swallowed calls, the same in every run, and the mutations."""
     generator = random.Random(format)
     found = []
     for _ in range(cases):
@@ -231,9 +253,10 @@ def faults_in(format: str, cases: int) -> list[tuple[str, Mutation]]:
 def main(cases: int = 1000) -> None:
     """Print counts of faults by format."""
     total: Counter[str] = Counter()
+    columns = (*FAULTS, SWALLOWED)
     for format in ("format", *sources(), "all"):
         counts = Counter(fault for fault, _ in faults_in(format, cases)) if format in sources() else total
-        row = FAULTS if format == "format" else [counts[fault] for fault in FAULTS]
+        row = columns if format == "format" else [counts[fault] for fault in columns]
         print(f"{format:16}{''.join(f'{cell:>22}' for cell in row)}")
         total += counts if format in sources() else Counter()
 

@@ -221,17 +221,19 @@ def test_a_tag_ends_a_value_where_the_call_needs_another_argument() -> None:
 
 
 @pytest.mark.parametrize("format", ["functiongemma", "gemma4"])
-def test_a_misspelt_quote_ends_a_text_before_another_argument_or_call(format: str) -> None:
+def test_a_misspelt_quote_ends_a_text_only_if_the_exact_one_does_not(format: str) -> None:
     quote, again = ("<escape>", "<ESCAPE>") if format == "functiongemma" else ('<|"|>', '<|"| >')
-    begin = TOOL_FORMATS[format].block[0]
+    begin, *_, end = TOOL_FORMATS[format].block
     call = TWO_CALLS[format].split(f"{begin}call:now")[0]
     first = call.replace(f"Bonn{quote}", f"Bonn{again}")
-    unit = call.replace(f"Bonn{quote}", f"Bonn{again},unit:{quote}c{quote}")
-    inside = call.replace("Bonn", f"{again}, or unit")
     for text, expected in (
-        (unit, [{"city": "Bonn", "unit": "c"}]),
+        (call.replace(f"Bonn{quote}", f"Bonn{again},unit:{quote}c{quote}"), [{"city": "Bonn", "unit": "c"}]),
+        (call.replace(f"Bonn{quote}", f"Bonn{again},unit:{quote}, c{quote}"), [{"city": "Bonn", "unit": ", c"}]),
         (first + call, [{"city": "Bonn"}] * 2),
-        (inside, [{"city": f"{again}, or unit"}]),
+        *(
+            (call.replace("Bonn", inside), [{"city": inside}])
+            for inside in (f"{again}, or unit", f"{again},unit:c", f"x{again}}}{end}{begin}call:get_weather{{city:")
+        ),
     ):
         content, calls = read(format, text)
         assert (content, [json.loads(arguments) for _, arguments in calls]) == ("", expected)
@@ -242,7 +244,7 @@ NOTES: dict[str, Any] = {"properties": {key: {"type": "string"} for key in ("a",
 
 @pytest.mark.parametrize("format", TAGGED)
 def test_a_line_ends_a_text_that_is_not_closed(format: str) -> None:
-    """The line opens an argument that the call does not have yet, or closes a call before another one."""
+    """The line opens an argument that the call does not have yet. Another call is not told from a quoted one."""
     tags, line = TAGGED[format], "\n" * TAGGED[format].close.endswith("\n")
     close = tags.close.strip()
     for between in filter(None, (tags.between, tags.between_json)):
@@ -259,10 +261,26 @@ def test_a_line_ends_a_text_that_is_not_closed(format: str) -> None:
     inside = f"foo\n{tags.open}d{tags.between}{line}{tags.open}a{tags.between}{line}see {tags.open}b there"
     text = tagged_call(format, [("a", inside), ("b", "bar")], NOTES)
     assert [json.loads(each) for each in read_tagged(format, text, schema=NOTES)[1]] == [{"a": inside, "b": "bar"}]
-    first, second = tagged_call(format, [("a", "foo")], NOTES), tagged_call(format, [("a", "bar")], NOTES)
-    gap = TOOL_FORMATS[format].gap
-    content, calls = read_tagged(format, first.replace(tags.close, line, 1) + gap + second, schema=NOTES)
-    assert (content, [json.loads(each)["a"].strip("\n") for each in calls]) == ("", ["foo", "bar"])
+    twice = f"foo{line}{tags.open}b{tags.between}x"
+    text = tagged_call(format, [("a", twice), ("b", "bar"), ("c", "x")], NOTES)
+    assert [json.loads(each) for each in read_tagged(format, text, schema=NOTES)[1]] == [
+        {"a": twice, "b": "bar", "c": "x"}
+    ]
+    first, second = tagged_call(format, [("a", "foo")], NOTES), tagged_call(format, [("a", "bar"), ("b", "x")], NOTES)
+    text = first.replace(tags.close, line, 1) + TOOL_FORMATS[format].gap + second
+    inside = text[text.index("foo") : text.index(tags.close)]
+    content, (arguments,) = read_tagged(format, text, schema=NOTES)
+    assert (content, json.loads(arguments)) == ("", {"a": inside, "b": "x"})
+
+
+@pytest.mark.parametrize("format", TAGGED)
+def test_a_closing_tag_behind_a_backslash_ends_a_value(format: str) -> None:
+    schema = {"properties": {"n": {"type": ["string", "object"]}, "m": {"type": "string"}}}
+    for value in ('{"path": "C:\\', '["a\\'):
+        content, (arguments,) = read_tagged(
+            format, tagged_call(format, [("n", value), ("m", "x")], schema), schema=schema
+        )
+        assert (content, json.loads(arguments)) == ("", {"n": value, "m": "x"})
 
 
 @pytest.mark.parametrize("format", TWO_CALLS)

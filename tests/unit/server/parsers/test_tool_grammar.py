@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import llguidance
@@ -208,31 +210,25 @@ def test_what_the_grammar_forces_is_what_the_parser_reads(format: str) -> None:
 
 @pytest.mark.parametrize("format", TWO_CALLS)
 def test_a_string_may_contain_every_tag_but_its_closing_one(format: str) -> None:
-    """Only a line that opens another argument or closes the call is not written. What may be written is read."""
-    call, rules, refused = TOOL_FORMATS[format].call, grammar(format, "text"), []
-    is_raw = isinstance(call, Tagged | Quoted)
+    """Only a line that opens another argument is not written. Without a grammar, it ends a text unless it is quoted."""
+    own, rules, refused, misread = TOOL_FORMATS[format], grammar(format, "text"), [], []
+    is_raw = isinstance(own.call, Tagged | Quoted)
     for value in values_with_tags(format):
         text = TWO_CALLS[format].replace("Bonn", value if is_raw else json.dumps(value, ensure_ascii=False)[1:-1])
         if verdict("text", rules, text) != "yes":
             refused.append(value)
-            continue
-        for is_enforced in (False, True):
-            for chunks in ([text], text):
-                options = ParserOptions(TOOL_FORMATS[format], SCHEMAS, is_enforced=is_enforced)
-                parser = tool_parser(options)
-                content, _, calls = joined([event for each in chunks for event in parser.feed(each)] + parser.finish())
-                assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == (
-                    "",
-                    [("get_weather", {"city": value}), ("now", {})],
-                )
-    if not isinstance(call, Tagged):
-        assert not refused
-        return
-    close = call.around[2].strip() or TOOL_FORMATS[format].block[2].strip()
-    line = "\n" * call.close.endswith("\n")
-    tag = f"{call.open}unit{call.between.rstrip()}"
-    assert verdict("text", rules, TWO_CALLS[format].replace("Bonn", f"x{line}{tag}{line}y")) == "no"
-    assert all(f"{line}{close}" in f"\n{value}" or f"{line}{call.open}unit" in f"\n{value}" for value in refused)
+        for is_enforced, chunks in product((False, True), ([text], text)):
+            parser = tool_parser(ParserOptions(own, SCHEMAS, is_enforced=is_enforced))
+            content, _, calls = joined([event for each in chunks for event in parser.feed(each)] + parser.finish())
+            got = (content, [(name, json.loads(arguments)) for name, arguments in calls])
+            if got != ("", [("get_weather", {"city": value}), ("now", {})]):
+                assert not is_enforced
+                misread.append(value)
+    assert refused or not misread
+    if isinstance(own.call, Tagged):
+        line = "\n" * own.call.close.endswith("\n") + own.call.open
+        assert all(re.search(f"{re.escape(line)}(city|unit)", f"\n{value}") for value in (*refused, *misread))
+    assert not any(own.block[0] in value for value in misread)
 
 
 HARMONY_CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Bonn"}'
