@@ -46,6 +46,7 @@ _TOKEN = re.compile(
     |(?P<string>"(?:\\.|[^"\\\n])*"i?)
     |(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)
     |(?P<directive>%[a-z]+)
+    |(?P<alias>->[ \t]*_?[A-Za-z]\w*)
     |(?P<name>_?[A-Za-z][\w-]*)
     |(?P<special><[^<>\s]+>)
     |(?P<space>\s+)
@@ -56,8 +57,7 @@ _DEFINITION = re.compile(r"^[ \t]*[?!]*(_?[A-Za-z][\w-]*)(\.-?\d+)?[ \t]*(?=[:\[
 _IMPORT = re.compile(
     r"^[ \t]*%import[ \t]+common(?:\.(\w+)(?:[ \t]*->[ \t]*(\w+))?|[ \t]*\(([\w\s,]*)\))[ \t]*$", re.MULTILINE
 )
-_ALIAS = re.compile(r"->[ \t]*_?[A-Za-z]\w*(?=[ \t]*(?:$|\|))", re.MULTILINE)
-"""The name of an alternative, which has no effect."""
+_RAW = ", as this model's tool calls have texts without quotes"
 
 INPUT = "input"
 """The name of a custom tool's only argument."""
@@ -107,18 +107,26 @@ def as_terminals(grammar: str, prefix: str) -> tuple[str, list[str]]:
     names: dict[str, str] = {}
     rules: list[str] = []
     for found in _IMPORT.finditer(grammar):
-        for name in [found[1]] if found[1] else found[3].replace(",", " ").split():
+        for name in _names_in(found):
             own = names[found[2] or name] = f"{prefix}_{len(names)}"
             rules.append(f"%import common.{name} -> {own}")
     grammar = _IMPORT.sub("", grammar)
     begins = [*_DEFINITION.finditer(grammar)]
+    if head := grammar[: begins[0].start() if begins else len(grammar)].strip():
+        line = head.partition("\n")[0]
+        if head.startswith("%ignore"):
+            raise ValueError(f"{line} is not supported{_RAW}")
+        raise ValueError(f"{line}: only comments and imports from common may stand before the first rule")
     names |= {found[1]: f"{prefix}_{at}" for at, found in enumerate(begins, len(names))}
     users: dict[str, set[str]] = {}
     for found, end in zip(begins, [*(found.start() for found in begins[1:]), len(grammar)], strict=True):
         users[found[1]], body = set(), list[str]()
-        for token in _TOKEN.finditer(_ALIAS.sub("", grammar[found.end() : end])):
+        for token in _TOKEN.finditer(grammar, found.end(), end):
+            if token.lastgroup == "alias":  # has no effect
+                continue
             if token.lastgroup == "directive":
-                raise ValueError(f"{token[0]} is not supported, as this model's tool calls have texts without quotes")
+                line = grammar[token.start() : end].partition("\n")[0]
+                raise ValueError(f"{line} is not supported{_RAW}")
             if token.lastgroup == "name":
                 users[found[1]].add(token[0])
             body.append(names[token[0]] if token[0] in names else token[0])
@@ -126,13 +134,43 @@ def as_terminals(grammar: str, prefix: str) -> tuple[str, list[str]]:
     try:
         TopologicalSorter(users).prepare()
     except CycleError as error:
-        raise ValueError(
-            f"{error.args[1][0]} refers to itself, which is not supported, as this model's tool calls have texts "
-            "without quotes; use a regex"
-        ) from None
+        raise ValueError(f"{error.args[1][0]} refers to itself, which is not supported{_RAW}; use a regex") from None
     if "start" not in names:
         raise ValueError("the rule start is missing")
     return names["start"], rules
+
+
+def has_line_breaks(grammar: str) -> bool:
+    """Return whether texts of a grammar may have line breaks."""
+    imported = [name for found in _IMPORT.finditer(grammar) for name in _names_in(found)]
+    if any(name.endswith("_COMMENT") for name in imported):
+        return True
+    texts = (_IMPORT.sub("", grammar), *(_COMMON.get(name, "") for name in imported))
+    return any(_breaks_line(token) for text in texts for token in _TOKEN.finditer(text))
+
+
+def _breaks_line(token: re.Match[str]) -> bool:
+    match token.lastgroup:
+        case "string":
+            return "\n" in _string(token[0])[0]
+        case "regex" | "range":
+            try:
+                return "\n" in _special_in(_Regex.of(_as_regex(token)))
+            except ValueError:
+                return True
+    return token[0] == "%import"
+
+
+def _special_in(node: _Node) -> frozenset[str]:
+    """The characters that JSON escapes in the texts of a part of a regular expression."""
+    match node:
+        case _CharacterSet(special=special):
+            return special
+        case _Repeated(node=inner):
+            return _special_in(inner)
+        case _Sequence(nodes=nodes) | _Alternatives(nodes=nodes):
+            return frozenset[str]().union(*map(_special_in, nodes))
+    return _SPECIAL
 
 
 def _without(grammar: str, end: str) -> str:
@@ -256,10 +294,14 @@ def _is_terminal(name: str) -> bool:
     return name.lstrip("_")[:1].isupper()
 
 
+def _names_in(found: re.Match[str]) -> list[str]:
+    """The names that an `%import` line takes from `common`."""
+    return [found[1]] if found[1] else found[3].replace(",", " ").split()
+
+
 def _imported(found: re.Match[str]) -> str:
-    names = found[3].replace(",", " ").split() if found[1] is None else [found[1]]
     lines = []
-    for name in names:
+    for name in _names_in(found):
         if name.endswith("_COMMENT"):
             raise ValueError(f"%import common.{name} is not supported, as this model's tool calls are JSON")
         alias = found[2] or name

@@ -16,7 +16,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.scheduler.grammar import json_mark
 from quire.server.parsers.argument_types import TEXT, property_names, types_of
 from quire.server.parsers.incremental import any_of
-from quire.server.parsers.input_grammar import INPUT, InputGrammar, as_terminals, embedded
+from quire.server.parsers.input_grammar import INPUT, InputGrammar, as_terminals, embedded, has_line_breaks
 from quire.server.parsers.quoted_grammar import QuotedGrammar
 from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat
 from quire.server.parsers.text_grammar import definitions, narrowed, pattern, quoted, selections, text_terminal
@@ -206,15 +206,19 @@ class _GrammarText:
             case Quoted(quote):
                 before, after, end = f"{INPUT}:{quote}", quote, quote
         is_text = end is not None
-        if end is not None and end.startswith("\n"):
-            end = end.strip()
-        elif end in self._tokens:
+        if end in self._tokens:
             end = None
         elif isinstance(tags := self._format.call, Tagged):  # a lexeme of the grammar could include its beginning
-            terminal, rules = as_terminals(grammar, rule.upper())
-            self.rules += rules
-            text = self._raw(rule, f"{terminal} & ~/(.|\\n)*{pattern(tags.close.strip())}(.|\\n)*/", tags)
-            return f"{self.literal(before)} {text}"
+            end = tags.close.strip()
+            try:
+                terminal, rules = as_terminals(grammar, rule.upper())
+            except ValueError:
+                if not tags.close.startswith("\n") or has_line_breaks(grammar):
+                    raise
+            else:
+                self.rules += rules
+                text = self._raw(rule, f"{terminal} & ~/(.|\\n)*{pattern(end)}(.|\\n)*/", tags)
+                return f"{self.literal(before)} {text}"
         elif end is not None:
             raise ValueError(f"this model's tool calls allow no grammar of a text, as {end!r} ends it; use a regex")
         self.rules.append(f"{rule}: {embedded(grammar, end, as_json=not is_text)}")

@@ -15,7 +15,8 @@ from quire.server.text.conversation import CHAT_NAMES, ParamNames
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_CHOICES = '"none", "auto", "required", {"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
+_ONE = '{"type": "function", "function": {"name": …}} or {"type": "custom", "custom": {"name": …}}'
+_CHOICES = f'"none", "auto", "required", {_ONE.replace(" or", ",")} or {{"type": "allowed_tools", …}}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,7 @@ def _allowed(tools: Sequence[GrammarTool], one: Any) -> GrammarTool:
     match one:
         case {"type": "function", "function": {"name": str(name)}}:
             return _named(tools, name)
-    raise InvalidParameter(
-        'tool_choice: each of allowed_tools must be {"type": "function", "function": {"name": …}}', "tool_choice"
-    )
+    raise InvalidParameter(f"tool_choice: each of allowed_tools must be {_ONE}", "tool_choice")
 
 
 def _named(tools: Sequence[GrammarTool], name: str) -> GrammarTool:

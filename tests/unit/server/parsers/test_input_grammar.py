@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -46,6 +47,7 @@ GRAMMARS: dict[str, tuple[str, str]] = {
     "classes": (r"start: /[^\x00-\x1f\\]+(?:\\.|\r?\n)*/", 'a\\\r\n"'),
     "terminals": ('start: A+\nA: B | "x" C\nB: "\\n" | /[ab]+/\nC: /\\d{1,2}/', "ab\nx1"),
     "dots": (r"start: /a.*/s", 'a"\\\n'),
+    "aliased": ('start: "a -> b|c" -> one\n  | /d -> e|f/ -> two | "g"', "fg "),
     "quoted": (r'start: /"([^"\\]|\\["\\])*"( \w+)?/', '"\\ a'),
 }
 
@@ -72,6 +74,8 @@ def test_json_and_terminals_allow_the_same_texts(name: str) -> None:
         'a"\\\n',
         '"\\"" w',
         "x..ab%ignore%import common.LF",
+        "a -> b|c",
+        "d -> e",
     ]
     allowed = [verdict("text", lark, text) == "yes" for text in texts]
     assert {*allowed} == {True, False}
@@ -128,10 +132,33 @@ def test_the_end_of_an_argument_is_not_part_of_it(format: str) -> None:
     assert verdict("text", held, call(format, LINES.replace("+y", "+</parameter>y"))) == "no"
 
 
+@pytest.mark.parametrize("kind", ["text", "special"])
+@pytest.mark.parametrize("format", ["qwen3_coder", "seed_oss"])
+def test_a_lexeme_with_line_breaks_can_end(format: str, kind: str) -> None:
+    for lark in ("start: /(.|\\n)+/", 'start: "a" /(.|\\n)*/', 'start: (/[^\\n]/ | "\\n")+'):
+        held = grammar(format, kind, [replace(TOOL, grammar=InputGrammar(lark, "p"))], several=False)
+        for text in ("a", "a\n", "a\n</parameter", "a\n\n<b>"):
+            assert verdict(kind, held, call(format, text)) == "yes", (lark, text)
+
+
+def test_a_rule_may_refer_to_itself_where_a_line_break_comes_before_the_tag() -> None:
+    lark = 'start: "(" (start | WORD)? ")"  // balanced\n%import common.WORD'
+    tools = [replace(TOOL, grammar=InputGrammar(lark, "p"))]
+    held = grammar("qwen3_coder", "text", tools, several=False)
+    assert [verdict("text", held, call("qwen3_coder", text)) for text in ("((a))", "(()")] == ["yes", "no"]
+    for format, more in (("seed_oss", ""), ("qwen3_coder", ' | "\\n"'), ("qwen3_coder", " | LF\n%import common.LF")):
+        held_tools = [replace(TOOL, grammar=InputGrammar(f"{lark}\nline: start{more}", "p"))]
+        with pytest.raises(InvalidParameter, match="p: start refers to itself"):
+            grammar(format, "text", held_tools, several=False)
+
+
 def test_what_cannot_become_a_terminal_is_refused() -> None:
     for lark, named in (
         ("start: a?\na: /x/ start", "refers to itself"),
         ('start: "a"\n%ignore " "', "%ignore"),
+        ('%ignore " "\nstart: "a"', '%ignore " "'),
+        ("// Names\n%import python.NAME\nstart: NAME", "%import python.NAME"),
+        ('nonsense (\nstart: "a"', "nonsense"),
         ('begin: "a"', "start is missing"),
     ):
         with pytest.raises(ValueError, match=named):
