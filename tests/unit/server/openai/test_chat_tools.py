@@ -90,6 +90,9 @@ def test_choices() -> None:
     for choice in (custom("f"), {"type": "function", "function": {"name": "patch"}}, allowed(custom("other"))):
         with pytest.raises(InvalidParameter, match="which is not one of the tools"):
             ChatRequest(messages=says("x"), tools=tools, tool_choice=choice).chat_input()
+    for choice in ({"type": "custom"}, {"type": "custom", "name": "patch"}, allowed({"type": "custom"})):
+        with pytest.raises(InvalidParameter, match='{"type": "custom", "custom": '):
+            ChatRequest(messages=says("x"), tools=tools, tool_choice=choice).chat_input()
 
 
 @pytest.mark.parametrize(("grammar", "expected"), [(GRAMMAR, "%lark"), (REGEX, "^(?:[a-c]+|x)$")])
