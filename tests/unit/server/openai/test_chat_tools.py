@@ -91,7 +91,7 @@ def test_choices() -> None:
         with pytest.raises(InvalidParameter, match="which is not one of the tools"):
             ChatRequest(messages=says("x"), tools=tools, tool_choice=choice).chat_input()
     for choice in ({"type": "custom"}, {"type": "custom", "name": "patch"}, allowed({"type": "custom"})):
-        with pytest.raises(InvalidParameter, match='{"type": "custom", "custom": '):
+        with pytest.raises(InvalidParameter, match=r'\{"type": "custom", "custom": '):
             ChatRequest(messages=says("x"), tools=tools, tool_choice=choice).chat_input()
 
 
