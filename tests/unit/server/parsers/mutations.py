@@ -116,7 +116,6 @@ def mutated(format: str, generator: random.Random) -> Mutation:
     if kind == "text cut":
         return Mutation(format, kind, text[: generator.randrange(len(text))], content, calls, False)
     text, is_readable = changed(format, text, kind, generator)
-    is_unclosed = _last_closes(format, text) < _last_closes(format, source)
     # Where the tag that closes a value is spoilt, only the exact tag behind it ends the value.
     closes = sum(_closes_early(format, tag) for tag in tags_of(format).finditer(source))
     is_whole = closes == sum(_closes_early(format, tag) for tag in tags_of(format).finditer(text))
@@ -126,6 +125,7 @@ def mutated(format: str, generator: random.Random) -> Mutation:
         kind = f"{kind}, {second}"
         is_hidden = any(each in kind for each in ("missing", "cut"))
         is_readable = is_readable and is_still_readable and not is_hidden
+    is_unclosed = _last_closes(format, text) < _last_closes(format, source)
     return Mutation(format, kind, text, content, calls, is_readable, is_unclosed)
 
 

@@ -21,4 +21,4 @@ def test_no_spoilt_tag_loses_a_call_or_text(format: str) -> None:
     counts = Counter(fault for fault, _ in faults)
     print(format, counts)
     assert {*counts} <= {mutations.SWALLOWED}, faults
-    assert counts[mutations.SWALLOWED] <= 10
+    assert counts[mutations.SWALLOWED] <= 12
