@@ -26,8 +26,8 @@ from quire.server.text.schemas.strings import pattern_of
 
 _MAX_PATTERNS = 6
 """Patterns of names that may overlap."""
-_MAX_TEXTS = 16
-"""Names of a pattern that may all be properties."""
+_MAX_TEXTS, _MAX_CHOSEN_TEXTS = 16, 4
+"""Names of a pattern that become properties, and those among which `minProperties` and `maxProperties` choose."""
 _MAX_EXACT = 1024
 """Characters of a pattern that llguidance compares with another in time."""
 _ANNOTATIONS = {"$comment", "title", "description", "default", "examples"}
@@ -151,24 +151,28 @@ def _parts(names: Any, resolve: Resolve, matching: list[str], depth: int = 0) ->
 
 
 def disjoint_patterns(schema: Schema, resolve: Resolve) -> Schema:
-    """Return a schema of whose `patternProperties` each name matches one at most. A pattern all of whose names are
-    `properties` is left out, with its schema in these: llguidance would begin another property of it.
+    """Return a schema of whose `patternProperties` each name matches one at most.
+
+    Patterns of few names become `properties`: where all names of a pattern are excluded, llguidance would begin another
+    property. Their number is smaller where each choice of properties is an alternative.
     """
     given = mapping(schema["patternProperties"])
     if len(given) > _MAX_PATTERNS:
         return schema
     properties = dict(mapping(schema.get("properties", {})))
+    most = _MAX_CHOSEN_TEXTS if schema.keys() & {"minProperties", "maxProperties"} else _MAX_TEXTS
     try:
         found = _disjoint(given, resolve)
-        for pattern, value in [*found.items()] if properties else ():
+        for pattern, value in [*found.items()]:
             names = patterns.texts(pattern, _MAX_TEXTS, resolve.step)
-            if names is not None and properties.keys() >= {*names}:
+            if names is not None and (len(names) <= most or properties.keys() >= {*names}):
                 del found[pattern]
-                properties |= {name: {"allOf": [properties[name], value]} for name in names}
+                for name in names:
+                    properties[name] = {"allOf": [properties[name], value]} if name in properties else value
     except ValueError:
         return schema  # what is wrong with the patterns is found later
     others = {key: value for key, value in schema.items() if key not in ("patternProperties", "properties")}
-    others |= {"properties": properties} if "properties" in schema else {}
+    others |= {"properties": properties} if properties or "properties" in schema else {}
     return {**others, **({"patternProperties": found} if found else {})}
 
 
