@@ -35,12 +35,15 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The texts of which the output is one."""
     grammar: str | None = None
     """A context-free grammar in Lark notation."""
+    num_marks: int = 0
+    """Of a grammar that the server has made: the number of its `json_mark`s. No API sets it."""
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        names = [name for name in self.__struct_fields__ if name != "num_marks"]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise InvalidParameter(
-                f"structured_outputs takes exactly one of {', '.join(self.__struct_fields__)}; "
+                f"structured_outputs takes exactly one of {', '.join(names)}; "
                 + (f"given were {' and '.join(given)}" if given else "none was given"),
                 "structured_outputs",
             )

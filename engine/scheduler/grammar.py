@@ -11,9 +11,9 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -67,9 +67,7 @@ _MAX_FORCED = 2**16
 bytes forces millions of tokens (`T{300}`, where T is `/x{30000}/`), which takes seconds."""
 
 
-JSON_MARK = re.compile(r"\bmark_([0-9]+) \Z")
-"""What `json_mark` says, at the end of the text before a schema's `%json`."""
-_MARKED_JSON = re.compile(r"\bmark_([0-9]+) %json (?=\{)")
+_INLINE_JSON = re.compile(r"(?:\bmark_([0-9]+) )?%json\s*(?=\{)")
 
 
 class GrammarError(ValueError):
@@ -90,6 +88,8 @@ class Grammar:
         """`on_error` is called when the matcher fails."""
         self._matcher = matcher
         self._unique_items = unique_items
+        self._failure: Exception | None = None
+        """Why the mask could not be restricted."""
         self._on_error = on_error
         self._vocab_size = vocab_size
         self._eos = eos
@@ -116,9 +116,17 @@ class Grammar:
                 raise GrammarError("an array whose items must be unique repeats an item")
 
     def restrict(self, mask: Words) -> None:
-        """Remove tokens from the matcher's mask, `[words]`, that the matcher allows but that repeat items."""
+        """Remove tokens from the matcher's mask, `[words]`, that the matcher allows but that repeat items.
+
+        Masks are computed for several requests at once, so an error waits for `mask_row`.
+        """
         if self._unique_items is not None and not self._matcher.is_error():
-            self._unique_items.restrict(mask)
+            try:
+                self._unique_items.restrict(mask)
+            except ValueError as error:
+                self._failure = GrammarError(str(error))
+            except Exception as error:
+                self._failure = error
 
     def forced_tokens(self) -> list[int]:
         """Return the next tokens if the grammar allows only one continuation, tokenized canonically.
@@ -138,6 +146,8 @@ class Grammar:
         """
         if self._matcher.is_error():
             raise self._error()
+        if self._failure is not None:
+            raise self._failure
         allowed = mask.copy()
         if params.ignore_eos:
             allowed &= ~self._eos
@@ -307,7 +317,7 @@ def _schema_grammar(schema: str | dict[str, Any]) -> str:
 def _without_unique_items(outputs: StructuredOutputs) -> tuple[StructuredOutputs, dict[str, Any]]:
     """Return structured outputs without `uniqueItems`, and the schemas that have it, by the names of `UniqueItems`.
 
-    In a grammar this is for schemas right after a mark, `json_mark`. Raises `GrammarError`.
+    In a grammar this is for schemas right after a mark. Raises `GrammarError`.
     """
     schema = outputs.json
     try:
@@ -316,24 +326,53 @@ def _without_unique_items(outputs: StructuredOutputs) -> tuple[StructuredOutputs
         if isinstance(schema, dict):
             plain = without_unique_items(schema)
             return (outputs, {}) if plain == schema else (StructuredOutputs(json=plain), {"": schema})
-        if outputs.grammar is None or '"uniqueItems"' not in outputs.grammar:
+        if not outputs.num_marks or outputs.grammar is None or '"uniqueItems"' not in outputs.grammar:
             return outputs, {}
         text, schemas, parts, end = outputs.grammar, dict[str, Any](), [], 0
-        for found in _MARKED_JSON.finditer(text):
-            if found.start() >= end:
-                parts.append(text[end : found.end()])
-                schemas[found[1]], end = json.JSONDecoder().raw_decode(text, found.end())
-                parts.append(json.dumps(without_unique_items(schemas[found[1]])))
+        for found in inline_schemas(outputs):
+            if found.mark is not None:
+                schemas[found.mark] = found.schema
+                parts += [text[end : found.begin], json.dumps(without_unique_items(found.schema))]
+                end = found.end
         return StructuredOutputs(grammar="".join((*parts, text[end:]))), schemas
     except (ValueError, RecursionError) as error:
         raise GrammarError(str(error)) from None
+
+
+class InlineSchema(NamedTuple):
+    """A schema in the text of a grammar, after `%json`."""
+
+    begin: int
+    end: int
+    schema: Any
+    mark: str | None
+    """The number of the mark before it."""
+
+
+def inline_schemas(outputs: StructuredOutputs) -> Iterator[InlineSchema]:
+    """Find the schemas in a grammar. Raises ValueError if one is not JSON."""
+    text, end, marks = outputs.grammar or "", 0, set[str]()
+    for found in _INLINE_JSON.finditer(text):
+        if found.start() < end:  # inside of a schema
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the grammar's %json is not JSON: {error}") from None
+        mark = found[1] if found[1] is not None and 0 < int(found[1]) <= outputs.num_marks else None
+        if mark in marks:
+            raise ValueError(f"the grammar's mark_{mark} stands before several schemas")
+        if mark is not None:
+            marks.add(mark)
+        yield InlineSchema(found.end(), end, schema, mark)
 
 
 def json_mark(number: int) -> tuple[str, str]:
     """Return the name and the definition of a rule for Lark grammars: nothing, right before `%json`.
 
     Only with it a schema in a grammar can have `uniqueItems`. At this place of the output, the grammar must allow
-    nothing else that begins with a bracket. It must define `NOTHING` as `/()/`.
+    nothing else that begins with a bracket. It must define `NOTHING` as `/()/`. Only the marks from 1 to the
+    `num_marks` of the structured outputs count: a client's grammar may have rules of the same names.
     """
     return f"mark_{number}", f'mark_{number}[capture="{MARK}{number}"]: NOTHING'
 

@@ -9,8 +9,10 @@ iteration of the loop has a time budget for them. A request whose turn has not c
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreRequest
@@ -19,6 +21,8 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.scheduler.grammar import Grammar, GrammarCompiler, GrammarError
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_queue import discard, insert
+
+logger = logging.getLogger(__name__)
 
 _BUDGET_SECONDS = 0.02
 """Time for grammars in one iteration of the loop."""
@@ -158,11 +162,9 @@ class StructuredOutputManager:
         for (request, grammar, output), mask in zip(unfinished, masks, strict=True):
             request.grammar_seconds = seconds
             known = request.token_ids[request.num_prompt_tokens :]
-            try:
+            with _guard(output):
                 request.mask = grammar.mask_row(mask, request.core_request.params, known)
                 insert(self.ready, request)
-            except GrammarError as error:
-                reject(output, error)
         return outputs
 
     def _advance(self, request: Request, grammar: Grammar, arrived: _Arrived) -> EngineCoreOutput:
@@ -171,7 +173,7 @@ class StructuredOutputManager:
         output = request.output(tokens, None if arrived.logprobs is None else [arrived.logprobs])
         request.unsent_to_client = []
         request.unsent_to_workers = [] if self._workers_keep_tokens else [arrived.token_id]
-        try:
+        with _guard(output):
             grammar.advance([arrived.token_id])
             if not grammar.is_complete:
                 room = request.max_tokens - 1 - len(request.token_ids)
@@ -179,9 +181,7 @@ class StructuredOutputManager:
                 request.token_ids += forced
                 request.unsent_to_workers += forced
                 output.token_ids += forced
-        except GrammarError as error:
-            reject(output, error)
-        else:
+        if output.finish_reason is None:
             if grammar.is_complete:
                 output.finish_reason = "stop"
             elif len(request.token_ids) >= request.max_tokens:
@@ -202,6 +202,18 @@ class StructuredOutputManager:
 def reject(output: EngineCoreOutput, error: GrammarError) -> None:
     """End a request whose grammar cannot be enforced any further."""
     output.finish_reason, output.error, output.is_invalid = "error", f"structured output: {error}", True
+
+
+@contextlib.contextmanager
+def _guard(output: EngineCoreOutput) -> Iterator[None]:
+    """Turn any error into the end of the request whose output this is: others and the engine must not notice it."""
+    try:
+        yield
+    except GrammarError as error:
+        reject(output, error)
+    except Exception as error:
+        logger.exception("the grammar of request %s failed", output.request_id)
+        output.finish_reason, output.error = "error", f"structured output: {type(error).__name__}: {error}"
 
 
 def _force(grammar: Grammar, params: SamplingParams, room: int, stops: frozenset[int]) -> list[int]:

@@ -295,6 +295,9 @@ class _Reader:
                     if not self._end():
                         return -1
             elif byte in _SPACES or byte == _COMMA or byte in _CLOSING:
+                if not self.frames and byte not in _SPACES:  # not a value
+                    self.is_done = True
+                    return at
                 if (self.text is not None and not self._end()) or (byte == _COMMA and not self._go_on()):
                     return -1
                 if byte in _CLOSING:
@@ -367,7 +370,7 @@ class UniqueItems:
         self._matcher = None if "" in roots else matcher.deep_copy()
         """Only consumes tokens, as the captures of one that looks ahead may be ahead, too."""
         self._num_marks = 0
-        if self._matcher is not None and (marks := self._matcher.get_captures()):
+        if self._matcher is not None and (marks := self._marks(self._matcher)):
             self._reader, self._num_marks = self._reader_of(marks), len(marks)
 
     def advance(self, token_id: int) -> bool:
@@ -375,7 +378,7 @@ class UniqueItems:
         text = self._text(token_id)
         if self._matcher is not None:
             self._matcher.consume_token(token_id)
-            number = len(self._matcher.get_captures())
+            number = len(self._marks(self._matcher))
             if self._reader is None and number > self._num_marks:
                 before = self._matcher.deep_copy()
                 before.rollback(1)
@@ -448,22 +451,27 @@ class UniqueItems:
         """Return a reader of the JSON value that begins in or right after this token, and the value's text in it; None
         if there is none, or one that matters not. `before` has not consumed the token.
         """
-        text, number, tokens = self._text(token_id), len(before.get_captures()), self._tokens()
+        text, number, tokens = self._text(token_id), len(self._marks(before)), self._tokens()
         after = before.deep_copy()
         after.consume_token(token_id)
-        marks = after.get_captures()[number:]
+        marks = self._marks(after)[number:]
         if not marks:
             return None, b""
         step = before.deep_copy()
         for at, byte in enumerate(text):
             if byte not in tokens.of_byte or not step.consume_token(tokens.of_byte[byte]):
                 break
-            if len(step.get_captures()) > number:
+            if len(self._marks(step)) > number:
                 return self._reader_of(marks), text[at + 1 :]
         return self._reader_of(marks), b""
 
-    def _reader_of(self, marks: Sequence[tuple[str, bytes]]) -> _Reader | None:
-        places = {self._roots[name.removeprefix(MARK)] for name, _ in marks}
+    def _marks(self, matcher: LLMatcher) -> list[str]:
+        """Return the names of the marks that a matcher has captured, in this order; a grammar may have others."""
+        names = (name.removeprefix(MARK) for name, _ in matcher.get_captures())
+        return [name for name in names if name in self._roots]
+
+    def _reader_of(self, marks: Sequence[str]) -> _Reader | None:
+        places = {self._roots[name] for name in marks}
         if len(places) > 1:
             raise ValueError("uniqueItems is not supported where values of several schemas can begin")
         (place,) = places

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.engine.scheduler.grammar import json_mark
 from quire.server.parsers.argument_types import TEXT, property_names, types_of
 from quire.server.parsers.incremental import any_of
@@ -62,7 +63,7 @@ def tool_grammar(
     reasoning: ReasoningFormat | None = None,
     is_thinking: bool = False,
     budget: int | None = None,
-) -> str:
+) -> StructuredOutputs:
     """Return the grammar of an answer with calls of these tools.
 
     `required`: only calls, whose arguments follow the schemas. Otherwise free text too, or with `answer` (a JSON
@@ -80,12 +81,13 @@ def tool_grammar(
     grammar.add_blocks(several)
     if is_either:
         is_apart = format.answer_open or format.block[0][:1] not in ("", "[", "{")
-        text = grammar.json(answer) if is_apart else f"%json {json.dumps(answer)}"
-        grammar.rules.append(f"answer: {text}")
+        form = grammar.json(answer) if is_apart else f"%json {json.dumps(answer)}"
+        grammar.rules.append(f"answer: {form}")
         body = f"(calls | {grammar.literal(format.answer_open)} answer)"
     else:
         body = "calls" if required else grammar.free_text(several, reasoning.open if reasoning else None)
-    return grammar.text_of(body, reasoning, is_thinking, budget)
+    text = grammar.text_of(body, reasoning, is_thinking, budget)
+    return StructuredOutputs(grammar=text, num_marks=grammar.num_marks)
 
 
 def thoughts_grammar(reasoning: ReasoningFormat, token_id: TokenId, is_thinking: bool, budget: int) -> str:
@@ -117,7 +119,7 @@ class _GrammarText:
         self._tokens = {marker: token for marker in markers if (token := token_id(marker)) is not None}
         self._split = re.compile(f"({any_of(*self._tokens).pattern})")
         self._calls: list[str] = []
-        self._num_marks = 0
+        self.num_marks = 0
         self._shared: set[str] = set()
         """Names of rules that are used several times."""
         if isinstance(format.call, Quoted):
@@ -131,7 +133,7 @@ class _GrammarText:
                 thoughts += f" ({self.literal(reasoning.answer[0])} SPACE)?"
             body = f"{thoughts} {body}" if is_thinking else f"({self.literal(reasoning.open)} {thoughts})? {body}"
         rules = [f"start: {body}", *self.rules, r"TEXT: /(.|\n)*/", r"SPACE: /\s{0,4}/"]
-        rules += ["NOTHING: /()/"] if self._num_marks else []
+        rules += ["NOTHING: /()/"] if self.num_marks else []
         rules += [r"KEY: /[^<>\"=\n]+/", "NUMBER: /[0-9]{1,4}/"]
         return "\n".join(rules) + "\n"
 
@@ -188,8 +190,8 @@ class _GrammarText:
         text = f"%json {json.dumps(schema)}"
         if '"uniqueItems"' not in text:
             return text
-        self._num_marks += 1
-        name, rule = json_mark(self._num_marks)
+        self.num_marks += 1
+        name, rule = json_mark(self.num_marks)
         self.rules.append(rule)
         return f"{name} {text}"
 

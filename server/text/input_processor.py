@@ -413,7 +413,7 @@ class InputProcessor:
             checked = iter(_checked([tool for tool in tools if tool.strict or use.required], dropped))
             tools = tuple(next(checked) if tool.strict or use.required else tool for tool in tools)
             warn(dropped or (), "tools")
-        grammar = tool_grammar(
+        return tool_grammar(
             output_format.tools,
             tools,
             self.tokenizer.added_id,
@@ -424,7 +424,6 @@ class InputProcessor:
             is_thinking=output_format.is_thinking,
             budget=budget,
         )
-        return StructuredOutputs(grammar=grammar)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """Return the token ids of `bad_words`, and remove duplicates from the other lists.

@@ -21,7 +21,7 @@ import msgspec
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import StructuredOutputs
-from quire.engine.scheduler.grammar import JSON_MARK, GrammarCompiler
+from quire.engine.scheduler.grammar import GrammarCompiler, inline_schemas
 from quire.server.client.output_stream import EngineUnavailable
 from quire.server.client.request_record import RECORD
 from quire.server.text.json_schema import MAX_SCHEMA_BYTES, check_schema_size, checked_schema, keywords, replaced
@@ -47,7 +47,6 @@ _EXCERPT = re.compile(r"(?:\n *[0-9]+ \| .*(?:\n *\^)?)+\s*\Z")
 """The lines of the grammar that llguidance shows; they may be this server's own."""
 _PLACE = re.compile(r"^at [0-9]+\([0-9]+\): failed to compile JSON schema: ")
 _LARK_OPTION = re.compile(r"^[?!]*[a-z_][\w-]*\[[^]\n]*?\b(temperature|stop)\s*=", re.MULTILINE)
-_INLINE_JSON = re.compile(r"%json\s*(?=\{)")
 
 
 Fallback = Literal["refuse", "warn"]
@@ -152,7 +151,7 @@ class StructuredOutputCheck:
         if outputs.json is not None:
             outputs.json = checked_schema(outputs.json, dropped)
         if outputs.grammar is not None:
-            outputs.grammar = _checked_grammar(outputs.grammar, dropped)
+            outputs.grammar = _checked_grammar(outputs, dropped)
         try:
             answer = self._compiler.ask(_encoded(outputs).encode())
         except SandboxStopped:
@@ -286,22 +285,16 @@ def _find_unsupported_keyword(
     return None
 
 
-def _checked_grammar(grammar: str, dropped: list[str] | None) -> str:
-    """Return a grammar with its inline schemas checked and rewritten; `dropped`: as for `checked_schema`."""
+def _checked_grammar(outputs: StructuredOutputs, dropped: list[str] | None) -> str:
+    """Return the grammar with its inline schemas checked and rewritten; `dropped`: as for `checked_schema`."""
+    grammar = outputs.grammar or ""
     if option := _LARK_OPTION.search(grammar):
         raise ValueError(f"the grammar's option {option[1]}= is not supported")
     parts, end, budget = [], 0, Budget()
-    for found in _INLINE_JSON.finditer(grammar):
-        if found.start() < end:
-            continue
-        try:
-            schema, after = json.JSONDecoder().raw_decode(grammar, found.end())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the grammar's %json is not JSON: {error}") from None
-        is_marked = JSON_MARK.search(grammar, end, found.start()) is not None
-        schema = checked_schema(schema, dropped, budget, keeps_unique_items=is_marked)
-        parts += [grammar[end : found.end()], json.dumps(schema, ensure_ascii=False)]
-        end = after
+    for found in inline_schemas(outputs):
+        schema = checked_schema(found.schema, dropped, budget, keeps_unique_items=found.mark is not None)
+        parts += [grammar[end : found.begin], json.dumps(schema, ensure_ascii=False)]
+        end = found.end
     return "".join((*parts, grammar[end:]))
 
 

@@ -173,6 +173,13 @@ def test_what_cannot_be_enforced_is_refused_by_name(checker: StructuredOutputChe
         ({"grammar": "start: <|nowhere|>"}, "special token"),
         ({"grammar": "x" * (json_schema.MAX_SCHEMA_BYTES + 1)}, "grammar"),
         ({"grammar": 'start: "a" %json {"uniqueItems": true}'}, "uniqueItems"),
+        (
+            {
+                "grammar": f"start: mark_1 %json {json.dumps({'items': {'type': 'string'}, 'uniqueItems': True})}\n"
+                'mark_1[capture="__LIST_APPEND:json_1"]: /()/'
+            },
+            "uniqueItems",
+        ),
         ({"grammar": "start: %json {"}, "%json"),
         ({"grammar": 'start: a\na[temperature=0.5]: "a"'}, "temperature"),
         ({"grammar": 'start: a\na[capture, stop="b"]: /.*/'}, "stop"),

@@ -17,6 +17,7 @@ from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutp
 from quire.engine.scheduler import structured_output
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.request import Request, ShareQueue
+from quire.engine.scheduler.unique_items import UniqueItems
 from tests.fakes.configs import TINY, Windows, engine_config
 from tests.fakes.tokenizers import byte_level, write_model
 from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, continuation, tightened
@@ -328,6 +329,61 @@ def test_grammars_without_time_for_all_change_no_output(
         assert len(engine.ends(str(index))) == 1
     if tight:
         assert engine.scheduler.stats.preemptions
+
+
+_TAGS = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"enum": ["x", "y"]}, "uniqueItems": True, "maxItems": 2}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+_JSON = f"%json {json.dumps(_TAGS)}"
+_OTHER = _JSON.replace("maxItems", "minItems")
+_MARK_1 = 'mark_1[capture="__LIST_APPEND:json_1"]: NOTHING\nNOTHING: /()/'
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good"),
+    [
+        (f'start: y x mark_1 {_JSON}\ny: /[a-z]{{3}}/\nx[capture="foo"]: "12"\n{_MARK_1}', True),
+        (f'start: y x mark_1 {_JSON}\ny: /[a-z]{{3}}/\nx[capture="__LIST_APPEND:json_7"]: "12"\n{_MARK_1}', True),
+        (f'start: mark_1 "]}}}}}}" y mark_1 {_JSON}\ny: /[a-z]{{3}}/\n{_MARK_1}', True),
+        (f'start: y (one | two)\ny: /[a-z]{{3}}/\none: mark_1 {_JSON}\ntwo: mark_2 {_OTHER}\n{_MARK_1}\n'
+         'mark_2[capture="__LIST_APPEND:json_2"]: NOTHING', False),
+    ],
+)  # fmt: skip
+def test_marks_of_a_grammar_that_mislead_affect_no_other_request(folder: Path, grammar: str, good: bool) -> None:
+    """The server makes no such grammar."""
+    engine = Engine(config_of(folder))
+    engine.add("marked", [70, 71], **asked(grammar=grammar, num_marks=2))
+    engine.add("other", [72, 73], **asked(json=SCHEMA))
+    engine.run()
+    assert engine.ends("other") == ["stop"]
+    assert json.loads(text(engine.tokens("other"))).keys() == SCHEMA["properties"].keys()
+    assert engine.ends("marked") == ["stop" if good else "error"]
+    if good:
+        items = json.loads("{" + text(engine.tokens("marked")).partition("{")[2])["a"]
+        assert len(items) == len({*items})
+
+
+@pytest.mark.parametrize("name", ["advance", "restrict"])
+def test_an_unexpected_error_of_a_grammar_ends_its_own_request_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    engine = Engine(config_of(folder))
+    engine.add("bad", [70, 71], **asked(json=_TAGS))
+    engine.add("good", [72, 73], **asked(json=SCHEMA))
+
+    def fail(*_: Any) -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(UniqueItems, name, fail)
+    engine.run()
+    assert engine.ends("bad") == ["error"]
+    last = engine.outputs["bad"][-1]
+    assert last.error == "structured output: KeyError: 'a fault'"
+    assert not last.is_invalid
+    assert engine.ends("good") == ["stop"]
 
 
 class Clock:

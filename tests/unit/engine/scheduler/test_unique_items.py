@@ -305,7 +305,7 @@ def test_values_inside_of_a_grammar(compilers: dict[str, GrammarCompiler]) -> No
         f'one: "one: " {one} %json {json.dumps(tags)}', f'other: "two: " {other} %json {json.dumps(numbers)}',
         *rules, "NOTHING: /()/",
     ])  # fmt: skip
-    grammar = compiler.compile(StructuredOutputs(grammar=lark))
+    grammar = compiler.compile(StructuredOutputs(grammar=lark, num_marks=2))
     ids = {text: token for token, text in enumerate(texts.texts)}
 
     def write(text: str) -> None:
@@ -357,15 +357,19 @@ def test_calls_of_tools(compilers: dict[str, GrammarCompiler], name: str, requir
         assert _can_end_string(compiler, rules, head) == is_good, (function, text)
 
 
+def _checked(rules: StructuredOutputs) -> StructuredOutputs:
+    return StructuredOutputs(grammar=_checked_grammar(rules, None), num_marks=rules.num_marks)
+
+
 _TOOLS = [
     GrammarTool("f", {**_CLOSED, "properties": {"a": _TAGS}}, strict=True),
     GrammarTool("g", {**_CLOSED, "properties": {"a": {"type": "array"}}}, strict=True),
 ]
 
 
-def _can_end_string(compiler: GrammarCompiler, rules: str, text: str) -> bool:
+def _can_end_string(compiler: GrammarCompiler, rules: StructuredOutputs, text: str) -> bool:
     """Whether a quote may follow this text."""
-    grammar = compiler.compile(StructuredOutputs(grammar=_checked_grammar(rules, None)))
+    grammar = compiler.compile(_checked(rules))
     tokens = compiler._token_texts()
     for byte in text.encode():
         grammar.forced_tokens()  # the matcher looks ahead
@@ -388,4 +392,4 @@ def test_calls_or_an_answer(compilers: dict[str, GrammarCompiler]) -> None:
             assert _can_end_string(compiler, rules, thought + text) == is_good, thought + text
     rules = tool_grammar(TOOL_FORMATS["mistral"], _TOOLS, lambda _: None, required=False, several=True, answer=answer)
     with pytest.raises(ValueError, match=r"uniqueItems .* few values"):
-        _checked_grammar(rules, None)
+        _checked(rules)

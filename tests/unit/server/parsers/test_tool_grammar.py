@@ -14,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.server.parsers.argument_types import ANY_TYPE, property_types
 from quire.server.parsers.output_parser import tool_parser
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
@@ -46,7 +47,9 @@ def tokenizers(kind: str) -> tuple[Tokenizer, llguidance.LLTokenizer]:
 def grammar(format: str, kind: str, tools: Sequence[GrammarTool] = TOOLS, **options: Any) -> str:
     tokenizer, _ = tokenizers(kind)
     options = {"required": True, "several": True} | options
-    return tool_grammar(TOOL_FORMATS[format], tools, tokenizer.token_to_id, **options)
+    text = tool_grammar(TOOL_FORMATS[format], tools, tokenizer.token_to_id, **options).grammar
+    assert text is not None
+    return text
 
 
 @lru_cache
@@ -166,7 +169,7 @@ def test_references_of_a_tool_lead_to_the_same_beside_an_answer() -> None:
     }
     tools = [GrammarTool("f", tree, strict=True)]
     rules = grammar("llama3_json", "text", tools, required=False, several=False, answer=ANSWER)
-    _checked_grammar(rules, None)  # raises where it would be refused
+    _checked_grammar(StructuredOutputs(grammar=rules), None)  # raises where it would be refused
     good = ['{"left": {"left": null, "value": 1}}', '{"value": 1, "again": 2}', '{"$ref": {"$ref": "#"}}', '{"x": [1]}']
     bad = ['{"left": {"value": "x"}}', '{"value": 1, "again": "x"}', '{"x": ["y"]}', '{"left": {"name": "f"}}']
     check("text", rules, *([f'{{"name": "f", "parameters": {each}}}' for each in texts] for texts in (good, bad)))
@@ -352,7 +355,7 @@ def test_quoted_arguments_follow_the_schema(format: str, call: str, key: str, go
     calls = [[call.format(key=key, value=value.replace('"', quote)) for value in values] for values in (good, bad)]
     for kind in ("text", "special"):
         rules = grammar(format, kind, (GrammarTool("f", TREE),), several=False)
-        _checked_grammar(rules, None)  # raises where it would be refused
+        _checked_grammar(StructuredOutputs(grammar=rules), None)  # raises where it would be refused
         check(kind, rules, *calls)
     for written in calls[0]:
         _, _, ((_, said),) = joined(tool_parser(ParserOptions(tool_format, {"f": TREE})).feed(written))
