@@ -181,6 +181,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
+        self._texts_lock = threading.Lock()
         self._texts: TokenTexts | None = None
         self._compiled: OrderedDict[tuple[str, int, str], tuple[LLMatcher, Roots]] = OrderedDict()
 
@@ -278,9 +279,11 @@ class GrammarCompiler:
             raise GrammarError(str(error)) from None
 
     def _token_texts(self) -> TokenTexts:
-        if self._texts is None:
-            self._texts = TokenTexts(self._vocabulary(), self._vocab_size)
-        return self._texts
+        vocabulary = self._vocabulary()
+        with self._texts_lock:
+            if self._texts is None:
+                self._texts = TokenTexts(vocabulary, self._vocab_size)
+            return self._texts
 
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:

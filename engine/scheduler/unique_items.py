@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +33,8 @@ _MAX_TOKEN = 64
 """Bytes of a token that can be looked up. Longer ones are read byte by byte where the grammar allows them."""
 _QUOTE, _BACKSLASH, _COMMA, _COLON, _SPACES = *b'"\\,:', b" \n\t\r"
 _OPENING, _CLOSING = b"[{", b"]}"
+_ZEROS = (b"0", b"-0")
+"""Two texts of the same value. No other one can follow the first."""
 
 _CLOSES_STRING = re.compile(rb'(?:[^"\\]|\\.)*"', re.DOTALL)
 _ENDS_SCALAR = re.compile(rb"([-0-9a-z]+)[\s,\]]")
@@ -67,6 +69,8 @@ class TokenTexts:
                 self.ending.setdefault(found[1], []).append(token)
         self.lists = self._matching(_SECOND_ITEM, with_long=False)
         self.from_string = self._matching(rb'^(?:[^"\\]|\\.)*"\s*' + _NEXT_ITEM + rb"|" + _SECOND_ITEM)
+        self.with_second = self._matching(rb'^(?:[^"\\]|\\.)*"\s*,\s*(?:"(?:[^"\\]|\\.)*"|[^"\s\]])|' + _SECOND_ITEM)
+        """Tokens that end a string, and have more than the beginning of another one."""
         self.reopening = self._matching(rb'^(?:[^"\\]|\\.)*"\s*,\s*"\Z', with_long=False)
         """Tokens that end a string and only begin the next one."""
         short = self.reopening[[len(texts[token]) <= _MAX_TOKEN for token in self.reopening.tolist()]]
@@ -112,55 +116,65 @@ class _Sorted:
 class _DeadEnds:
     """The beginnings of an item of one language that can only be continued to used items."""
 
-    def __init__(self, language: Language) -> None:
+    def __init__(self, language: Language, before: _DeadEnds | None) -> None:
+        """`before`: those to which these add; they stay as they are."""
         self._language = language
+        self._before = before
         self.topmost: list[bytes] = []
         """Sorted; none begins with another. Without strings that are complete, which are known to be used."""
         self._below: dict[bytes, frozenset[int]] = {}
         """By beginning: the next bytes that lead to a dead end."""
-        self.is_nearly_used_up = self._has_at_most_one(frozenset())
-
-    def copy(self) -> _DeadEnds:
-        copy = object.__new__(_DeadEnds)
-        copy._language, copy.topmost, copy.is_nearly_used_up = self._language, [*self.topmost], self.is_nearly_used_up
-        copy._below = {**self._below}
-        return copy
+        self.is_nearly_used_up = self._has_at_most_one(()) if before is None else before.is_nearly_used_up
 
     @property
     def is_used_up(self) -> bool:
-        return self.topmost[:1] == [b""]
+        return self.topmost[:1] == [b""] or (self._before is not None and self._before.is_used_up)
 
     @property
     def has_several_strings(self) -> bool:
         """Whether a string can begin in two ways, so that no one item makes its quote a dead end."""
         following = self._language.following(b'"')
-        return following is not None and len(following.next) - len(self._below.get(b'"', ())) > 1
+        return following is not None and len(following.next) - len(self._dead_next(b'"')) > 1
 
-    def add(self, item: bytes, used: set[bytes] | frozenset[bytes]) -> None:
+    def add(self, item: bytes, used: Container[bytes]) -> None:
         """Add one of the used items."""
+        if self._type(item) in self._language.free:
+            if item in _ZEROS:
+                insort(self.topmost, item)
+            return
         at, dead = item, None
         while self._is_dead(at, used):
             at = dead = self._before_forced(at)
             if not at:
                 break
             at, last = at[:-1], at[-1]
-            self._below[at] = self._below.get(at, frozenset()) | {last}
+            self._below[at] = self._dead_next(at) | {last}
         if dead is not None and (dead != item or item[0] != _QUOTE):
             begin, end = self.below(dead)
             self.topmost[begin:end] = [dead]
         self.is_nearly_used_up = self._has_at_most_one(used)
 
+    @staticmethod
+    def _type(item: bytes) -> str:
+        return "string" if item[0] == _QUOTE else "" if item[:1].isalpha() else "integer"
+
     def _before_forced(self, text: bytes) -> bytes:
         """Return the shortest beginning after which nothing else can follow than the rest of this text."""
-        low, high = 0, len(text)
+        if not text or not self._forces(text, len(text) - 1):  # usually
+            return text
+        low, high = 0, len(text) - 1
         while low < high:
             middle = (low + high) // 2
-            following = self._language.following(text[:middle])
-            if following is not None and (text[:middle] + following.forced).startswith(text):
+            if self._forces(text, middle):
                 high = middle
             else:
                 low = middle + 1
         return text[:low]
+
+    def _forces(self, text: bytes, size: int) -> bool:
+        """Return whether only the rest of this text can follow this many bytes of it."""
+        following = self._language.following(text[:size])
+        return following is not None and following.forced.startswith(text[size:])
 
     def below(self, start: bytes) -> tuple[int, int]:
         """Return the range of `topmost` with this beginning."""
@@ -169,21 +183,31 @@ class _DeadEnds:
     def contains(self, start: bytes) -> bool:
         """Return whether this beginning of an item is a dead end."""
         at = bisect_right(self.topmost, start)
-        return at > 0 and start.startswith(self.topmost[at - 1])
+        if at > 0 and start.startswith(self.topmost[at - 1]):
+            return True
+        return self._before is not None and self._before.contains(start)
 
-    def _is_dead(self, start: bytes, used: set[bytes] | frozenset[bytes]) -> bool:
+    def _dead_next(self, start: bytes) -> frozenset[int]:
+        """Return the next bytes after this beginning that lead to a dead end."""
+        if start in self._below or self._before is None:
+            return self._below.get(start, frozenset())
+        return self._before._dead_next(start)
+
+    def _is_dead(self, start: bytes, used: Container[bytes]) -> bool:
         following = self._language.following(start)
         if following is None or (following.is_complete and start not in used):
             return False
-        return len(following.next) <= len(self._below.get(start, ()))
+        return len(following.next) <= len(self._dead_next(start))
 
-    def _has_at_most_one(self, used: set[bytes] | frozenset[bytes]) -> bool:
+    def _has_at_most_one(self, used: Container[bytes]) -> bool:
         """Return whether no more than one item is not used."""
+        if self._language.free:
+            return False
         at = b""
         while (following := self._language.following(at)) is not None:
-            alive = following.next - self._below.get(at, frozenset())
-            is_free = following.is_complete and at not in used
-            if len(alive) + is_free > 1:
+            alive = following.next - self._dead_next(at)
+            is_unused = following.is_complete and at not in used
+            if len(alive) + is_unused > 1:
                 return False
             if not alive:
                 break
@@ -192,38 +216,42 @@ class _DeadEnds:
 
 
 class _Items:
-    """The items of one array so far."""
+    """The items of one array so far: own ones, and those before, which stay as they are."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, before: _Items | None = None) -> None:
         self._place = place
+        self._before = before
         self.texts: set[bytes] = set()
         self.sorted: list[bytes] = []
         self._dead_ends: dict[Language, _DeadEnds] = {}
 
+    def __contains__(self, text: object) -> bool:
+        return text in self.texts or (self._before is not None and text in self._before)
+
     def dead_ends(self, index: int) -> _DeadEnds | None:
         """Return those of the item at this place; None if it can have none."""
         language = self._place.language(index)
-        if language is None:
+        if language is None or language.is_free:
             return None
         if language not in self._dead_ends:
-            found = self._dead_ends[language] = _DeadEnds(language)
+            before = None if self._before is None else self._before.dead_ends(index)
+            found = self._dead_ends[language] = _DeadEnds(language, before)
             for text in self.sorted:
-                found.add(text, self.texts)
+                found.add(text, self)
         return self._dead_ends[language]
 
     def add(self, text: bytes) -> None:
-        for each in (b"0", b"-0") if text in (b"0", b"-0") else (text,):
+        for each in _ZEROS if text in _ZEROS else (text,):
             self.texts.add(each)
             insort(self.sorted, each)
             for found in self._dead_ends.values():
-                found.add(each, self.texts)
+                found.add(each, self)
 
     def with_item(self, text: bytes) -> _Items:
-        copy = _Items(self._place)
-        copy.texts, copy.sorted = {*self.texts}, [*self.sorted]
-        copy._dead_ends = {language: found.copy() for language, found in self._dead_ends.items()}
-        copy.add(text)
-        return copy
+        """Return these and another one."""
+        items = _Items(self._place, self)
+        items.add(text)
+        return items
 
 
 class _Frame:
@@ -255,23 +283,25 @@ class _Frame:
 class _Reader:
     """Reads a JSON value that the grammar has allowed. `text` is that of the string, number or literal at the end."""
 
-    __slots__ = ("_made", "_root", "frames", "has_item", "is_done", "is_escaped", "is_string", "text")
+    __slots__ = ("_made", "_num_shared", "_root", "frames", "has_item", "is_done", "is_escaped", "is_string", "text")
 
     def __init__(self, root: Place | None) -> None:
         self._root = root
-        self._made: dict[tuple[int, bytes], _Items] | None = None
+        self._made: dict[tuple[_Items, bytes], _Items] | None = None
         """The items that copies have made, by those that they were made from, and the new one; None: change them."""
         self.frames: list[_Frame] = []
+        self._num_shared = 0
+        """The outermost frames that belong to the reader of which this is a copy."""
         self.text: bytearray | None = None
         self.is_string = self.is_escaped = False
         self.has_item = False
         """Whether the last value in the array is complete."""
         self.is_done = False
 
-    def copy(self, made: dict[tuple[int, bytes], _Items]) -> _Reader:
-        """Return a reader that leaves the items of this one as they are."""
+    def copy(self, made: dict[tuple[_Items, bytes], _Items]) -> _Reader:
+        """Return a reader that leaves the frames and items of this one as they are."""
         copy = object.__new__(_Reader)
-        copy._root, copy._made, copy.frames = self._root, made, [frame.copy() for frame in self.frames]
+        copy._root, copy._made, copy.frames, copy._num_shared = self._root, made, [*self.frames], len(self.frames)
         copy.text = None if self.text is None else bytearray(self.text)
         copy.is_string, copy.is_escaped = self.is_string, self.is_escaped
         copy.has_item, copy.is_done = self.has_item, self.is_done
@@ -302,6 +332,7 @@ class _Reader:
                     return -1
                 if byte in _CLOSING:
                     self.frames.pop()
+                    self._num_shared = min(self._num_shared, len(self.frames))
                     self.has_item = True
             elif byte in _OPENING:
                 self.frames.append(_Frame(self.frames[-1].inner() if self.frames else self._root, byte == _OPENING[1]))
@@ -318,31 +349,38 @@ class _Reader:
                 return at + 1
         return -1 if self._is_dead_end() else len(text)
 
+    def _frame(self) -> _Frame:
+        """Return the innermost frame, to be changed."""
+        if self._num_shared == len(self.frames):
+            self.frames[-1] = self.frames[-1].copy()
+            self._num_shared -= 1
+        return self.frames[-1]
+
     def _end(self) -> bool:
         """End the value or name that is read; returns whether it may be there."""
         assert self.text is not None
         text, self.text = bytes(self.text), None
-        frame = self.frames[-1]
+        frame = self._frame()
         if frame.is_object and frame.key is None:
             frame.key = text
             return True
         self.has_item = True
         if frame.items is None:
             return True
-        if text in frame.items.texts:
+        if text in frame.items:
             return False
         if self._made is None:
             frame.items.add(text)
             return True
-        made = self._made.get((id(frame.items), text))
+        made = self._made.get((frame.items, text))
         if made is None:
-            made = self._made[id(frame.items), text] = frame.items.with_item(text)
+            made = self._made[frame.items, text] = frame.items.with_item(text)
         frame.items = made
         return True
 
     def _go_on(self) -> bool:
         """Read a comma; returns whether an item can follow."""
-        frame = self.frames[-1]
+        frame = self._frame()
         frame.index += 1
         frame.key = None
         self.has_item = False
@@ -406,7 +444,7 @@ class UniqueItems:
         removed: list[Ids | list[int]] = []
         items = reader.items
         check = _allowed(mask, tokens.lists) if items is None else self._find(mask, reader, items, removed)
-        made: dict[tuple[int, bytes], _Items] = {}
+        made: dict[tuple[_Items, bytes], _Items] = {}
         removed.append([token for token in check if reader.copy(made).read(self._text(token)) < 0])
         for tokens_removed in removed:
             _remove(mask, tokens_removed)
@@ -436,7 +474,8 @@ class UniqueItems:
             removed += [found for rest, found in table.items() if text + rest in items.texts]
         if not reader.is_string and text in items.texts:
             removed.append(tokens.first_end)
-        check = {*_allowed(mask, tokens.from_string if reader.is_string else tokens.from_outside)}
+        ends_string = tokens.with_second if next_ones is None else tokens.from_string
+        check = {*_allowed(mask, ends_string if reader.is_string else tokens.from_outside)}
         if reader.is_string and next_ones is not None and not next_ones.has_several_strings:
             check.update(_allowed(mask, tokens.reopening))
         if next_ones is not None and next_ones.is_nearly_used_up:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,8 +27,16 @@ _MAX_STEPS = 50_000
 """Combinations of alternatives that are read for one schema, of some microseconds each."""
 _MAX_COUNTED = 10_000
 """Beginnings of items that are tried to find `minItems` different ones, of some 50 microseconds each."""
-_MAX_KEPT = 4096
-"""Beginnings of items whose continuations a language keeps."""
+_MAX_KEPT_BYTES = 2**20
+"""Size of the continuations that a language keeps, of `_KEPT_BYTES` each and the beginning itself."""
+_KEPT_BYTES = 256
+_MAX_LANGUAGES = 32
+"""Different languages of one array's items, as each item may be a dead end in each of them."""
+_BOUNDS = {
+    "string": {"pattern", "format", "maxLength", "enum", "const"},
+    "integer": {"enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+}
+"""The keywords without which all strings or integers, but for short strings, are allowed."""
 _SCALARS = {"string", "integer", "boolean", "null"}
 _TYPES = {*_SCALARS, "number", "array", "object"}
 _COMBINED = {"allOf", "anyOf", "oneOf", "$ref"}
@@ -47,48 +56,72 @@ class Following(NamedTuple):
 
 
 class Language:
-    """The texts that an item may have."""
+    """The texts that an item may have. Thread-safe, as all requests for a schema share it."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        """`matcher` reads the bytes of one item: token n is byte n."""
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, free: Set[str] = frozenset(), *, is_free: bool = False) -> None:
+        """`matcher` reads the bytes of one item: token n is byte n. `free`: the types, "string" or "integer", of which
+        each beginning continues to endlessly many items, but for 0. `is_free`: there are only such strings.
+        """
+        self._initial = matcher
+        self.free = free
+        self.is_free = is_free
+        self._lock = threading.Lock()
+        self._matcher = matcher.deep_copy()
+        self._text = b""
+        """What `_matcher` has read. Most beginnings that are asked for differ from the last one at their end only."""
         self._kept: dict[bytes, Following | None] = {}
+        self._num_kept_bytes = 0
 
     def following(self, start: bytes) -> Following | None:
         """Return how this beginning of an item continues; None if no item begins so."""
         if len(start) > 1 and start[0] == _QUOTE == start[-1] and _is_closed(start):
             return Following(frozenset(), is_complete=True)
-        if start not in self._kept:
-            if len(self._kept) >= _MAX_KEPT:
-                self._kept = {}
-            self._kept[start] = self._following(start)
-        return self._kept[start]
+        with self._lock:
+            if start in self._kept:
+                return self._kept[start]
+            self._num_kept_bytes += _KEPT_BYTES + len(start)
+            if self._num_kept_bytes > _MAX_KEPT_BYTES:
+                self._kept, self._num_kept_bytes = {}, _KEPT_BYTES + len(start)
+            found = self._kept[start] = self._following(start)
+            return found
 
     def _following(self, start: bytes) -> Following | None:
-        matcher = self._matcher.deep_copy()
-        if start and not matcher.consume_tokens([*start]):
+        if not self._move(start):
             return None
+        matcher = self._matcher
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         found = frozenset(np.flatnonzero(bits[:256]).tolist())
         found, is_complete = found if start[:1] == b'"' else found - _SPACES, matcher.is_accepting()
         forced = b"" if is_complete or len(found) != 1 else matcher.compute_ff_bytes() or bytes(found)
         return Following(found, is_complete, forced)
 
+    def _move(self, start: bytes) -> bool:
+        """Let the matcher have read this beginning of an item; returns whether there is one."""
+        same = _num_same(self._text, start)
+        if self._matcher.is_error() or not (same == len(self._text) or self._matcher.rollback(len(self._text) - same)):
+            self._matcher, same = self._initial.deep_copy(), 0
+        num_read = self._matcher.try_consume_tokens([*start[same:]]) if same < len(start) else 0
+        self._text = start[: same + num_read]
+        return len(self._text) == len(start)
+
     def has(self, number: int) -> bool:
         """Return whether it has so many items. Raises ValueError if that takes too long."""
+        if self.free:
+            return True
         level, found, tried = [b""], 0, 0
         while level and found < number:
             longer: list[bytes] = []
-            for start in level:
+            for at, start in enumerate(level):
                 tried += 1
+                if tried > _MAX_COUNTED:
+                    raise ValueError(f"uniqueItems is not supported with a minItems of {number} for these items")
                 following = self.following(start)
                 assert following is not None
                 found += following.is_complete and start != b"-0"  # which is 0
-                if found >= number:
-                    break
                 longer += (start + (following.forced or bytes((each,))) for each in sorted(following.next))
-            if tried + len(longer) > _MAX_COUNTED and found + len(longer) < number:
-                raise ValueError(f"uniqueItems is not supported with a minItems of {number} for these items")
+                # All that are left are beginnings of different items, but `-` and `-0` may be those of 0.
+                if found + len(level) - at - 1 + len(longer) - 2 >= number:
+                    return True
             level = sorted(longer, key=lambda start: start[-1] != _QUOTE)
         return found >= number
 
@@ -317,20 +350,46 @@ class _Places:
                     "uniqueItems is only supported for items that are strings, integers, booleans or null, or that "
                     "have few values, such as those of a small enum"
                 )
-            language = self._language(_items(array, at)) if alternatives else None
+            language = self._language(_items(array, at), alternatives) if alternatives else None
             needed = at + 1 if at < number else least
             if language is not None and 1 < needed <= least and not language.has(needed):
                 raise ValueError(f"uniqueItems is not supported with fewer than {needed} values for item {needed}")
             place.languages.append(language)
+            if len({*place.languages}) > _MAX_LANGUAGES:
+                raise ValueError(
+                    f"uniqueItems is not supported for an array whose items have more than {_MAX_LANGUAGES} schemas"
+                )
 
-    def _language(self, items: Sequence[Any]) -> Language:
+    def _language(self, items: Sequence[Any], alternatives: Sequence[Together]) -> Language:
         """Return the language of items for which all of these schemas hold."""
         text = json.dumps(items, sort_keys=True)
         if text not in self._languages:
             definitions = {key: value for key, value in self._root.items() if key in ("$defs", "definitions")}
             schema = items[0] if len(items) == 1 and isinstance(items[0], dict) else {"allOf": [*items]}
-            self._languages[text] = Language(self._compile(without_unique_items({**definitions, **schema})))
+            matcher = self._compile(without_unique_items({**definitions, **schema}))
+            free = {
+                type
+                for type, bounds in _BOUNDS.items()
+                for each in alternatives
+                if type in _types(each) and all(bounds.isdisjoint(part) for part in each)
+            }
+            types = set[str]().union(*map(_types, alternatives))
+            self._languages[text] = Language(matcher, free, is_free=free == types == {"string"})
         return self._languages[text]
+
+
+def _num_same(one: bytes, other: bytes) -> int:
+    """Return the number of bytes with which both texts begin."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _is_closed(text: bytes) -> bool:

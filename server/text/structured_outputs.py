@@ -264,7 +264,11 @@ def _compiler(argument: tuple[ModelConfig, Fallback]) -> Callable[[bytes], bytes
 def _explained(reason: str, schema: Any, name: str | None) -> str:
     """Return llguidance's error without the grammar that it shows, about the keyword of this name, if it is known."""
     name = name or (replaced(schema) if isinstance(schema, dict) else "")
-    return (f"the schema's {name}: " if name else "") + _PLACE.sub("", _EXCERPT.sub("", reason))
+    reason = _PLACE.sub("", _EXCERPT.sub("", reason))
+    keyword = name.partition(" ")[0]
+    if keyword and reason.startswith(f"{keyword} "):
+        return f"the schema's {name}{reason.removeprefix(keyword)}"
+    return f"the schema's {name}: {reason}" if name else reason
 
 
 def _find_unsupported_keyword(
