@@ -355,7 +355,7 @@ class _Places:
             if language is not None and 1 < needed <= least and not language.has(needed):
                 raise ValueError(f"uniqueItems is not supported with fewer than {needed} values for item {needed}")
             place.languages.append(language)
-            if len({*place.languages}) > _MAX_LANGUAGES:
+            if len({*place.languages} - {None}) > _MAX_LANGUAGES:
                 raise ValueError(
                     f"uniqueItems is not supported for an array whose items have more than {_MAX_LANGUAGES} schemas"
                 )

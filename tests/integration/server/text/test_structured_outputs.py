@@ -71,7 +71,7 @@ UNSUPPORTED: list[tuple[Any, str]] = [
         }.items()
     ),
     ({"$defs": {"A": {"not": {"multipleOf": 2}}}, "items": {"$ref": "#/$defs/A"}}, "not (at /$defs/A)"),
-    ({"properties": {"a/b": {"anyOf": [{}, {"uniqueItems": True}]}}}, "uniqueItems (at /properties/a/b/anyOf/1)"),
+    ({"properties": {"a/b": {"anyOf": [{}, {"uniqueItems": True}]}}}, "uniqueItems (at /properties/a/b/anyOf/1) is "),
     ({"oneOf": [{"type": "string", "pattern": r"(a)\1"}, {"type": "null"}]}, "pattern (at /oneOf/0)"),
     ({"type": "string", "format": "regex"}, "format"),
     ({"type": "string", "format": "uri-reference"}, "format"),

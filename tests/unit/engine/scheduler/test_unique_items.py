@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+from quire.engine.scheduler import unique_places
 from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError, json_mark
 from quire.engine.scheduler.unique_places import Following, Language, without_unique_items
 from quire.server.parsers.reasoning import REASONING_FORMATS
@@ -231,6 +232,112 @@ def test_long_items_cost_little(compilers: dict[str, GrammarCompiler], monkeypat
     assert len(asked) < 150
 
 
+class _Counting:
+    """A matcher that counts the bytes that it reads."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher, self.num_read = matcher, 0
+
+    def try_consume_tokens(self, tokens: list[int]) -> Any:
+        self.num_read += len(tokens)
+        return self.matcher.try_consume_tokens(tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matcher, name)
+
+
+@pytest.mark.parametrize(
+    ("items", "most"),
+    [({"type": "string"}, 0), ({"type": ["string", "null"]}, 0), ({"type": "string", "pattern": "^[a-z]*$"}, 300)],
+)
+def test_a_mask_inside_of_a_long_string_reads_none_of_it_again(
+    compilers: dict[str, GrammarCompiler], items: Any, most: int
+) -> None:
+    compiler = compilers["crossing"]
+    grammar, tokens = compiler.compile(StructuredOutputs(json=_unique(items))), compiler._token_texts()
+    grammar.advance([tokens.of_byte[byte] for byte in b'["a","'])
+    unique = grammar._unique_items
+    assert unique is not None
+    root = unique._roots[""]
+    assert root is not None
+    (language,) = root.languages
+    assert language is not None
+    counting: Any = _Counting(language._matcher)
+    language._matcher = counting
+    for _ in range(143):
+        grammar.advance([tokens.texts.index(b"x" * 70)])
+    compiler.masks([grammar])
+    counting.num_read = 0
+    for byte in b"abc":
+        grammar.advance([tokens.of_byte[byte]])
+        (allowed,) = _masks(compiler, [grammar])
+        assert tokens.of_byte[ord('"')] in allowed
+    assert counting.num_read <= most
+
+
+def test_continuations_of_long_beginnings_are_forgotten(
+    compilers: dict[str, GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unique_places, "_MAX_KEPT_BYTES", 2**16)
+    grammar = compilers["bytes"].compile(StructuredOutputs(json=_unique({"type": "string", "pattern": "^[a-z]*$"})))
+    assert grammar._unique_items is not None
+    root = grammar._unique_items._roots[""]
+    assert root is not None
+    (language,) = root.languages
+    assert language is not None
+    for size in range(0, 20_000, 500):
+        found = language.following(b'"' + b"a" * size)
+        assert found is not None
+        assert len(found.next) == 27
+    assert 0 < sum(map(len, language._kept)) <= 2**16
+
+
+@pytest.mark.parametrize("least", [2, 50])
+@pytest.mark.parametrize(
+    "items",
+    [
+        *({"type": "string", "format": name} for name in ("uuid", "date", "email")),
+        {"type": "string", "minLength": 5},
+        {"type": "string", "pattern": "^[ab]{2000}[ab]*$"},
+        {"type": "integer", "minimum": 100_000},
+        {"type": "string", "pattern": "^a*$"},
+    ],
+)
+def test_enough_items_are_found_soon(
+    compilers: dict[str, GrammarCompiler], monkeypatch: pytest.MonkeyPatch, items: Any, least: int
+) -> None:
+    monkeypatch.setattr(unique_places, "_MAX_COUNTED", 110)
+    assert compilers["bytes"].error(StructuredOutputs(json=_unique(items, minItems=least))) is None
+
+
+def test_the_search_for_enough_items_is_limited(
+    compilers: dict[str, GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unique_places, "_MAX_COUNTED", 20)
+    schema = _unique({"type": "string", "pattern": "^a*$"}, minItems=50)
+    assert "minItems of 50" in str(compilers["bytes"].error(StructuredOutputs(json=schema)))
+
+
+def test_the_items_of_an_array_have_a_limited_number_of_schemas(
+    compilers: dict[str, GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unique_places, "_MAX_LANGUAGES", 3)
+    for number, is_good in ((3, True), (4, False)):
+        items = [{"enum": ["a", str(at)]} for at in range(number)]
+        outputs = StructuredOutputs(json={**_unique(False), "prefixItems": items})
+        error = compilers["bytes"].error(outputs)
+        assert (error is None) == is_good, error
+        assert is_good or "more than 3 schemas" in str(error)
+
+
+def test_tokens_that_begin_several_arrays_do_not_share_their_items(tmp_path: Path) -> None:
+    compiler = _compiler(tmp_path / "model", _byte_level([f'{{"{name}":["x",' for name in "abcdefgh"]), "<end>")
+    some, one = (_unique({"type": "string", "pattern": pattern}) for pattern in ("^[xy]$", "^x$"))
+    properties = {name: (some, one)[at % 2] for at, name in enumerate("abcdefgh")}
+    found = _after(compiler, {**_CLOSED, "properties": properties}, "")
+    assert {text[2:3] for text in found if text.endswith(b",")} == {b"a", b"c", b"e", b"g"}
+
+
 _TAGS = _unique({"type": "string"})
 _CLOSED = {"type": "object", "additionalProperties": False}
 
@@ -282,6 +389,7 @@ def test_places(compilers: dict[str, GrammarCompiler], schema: Any, unique: list
         (_unique({"type": "object"}), "only supported for items"),
         (_unique({"enum": [1.5, 2]}), "only supported for items"),
         (_unique({"enum": ["a", "b"]}, minItems=3), "fewer than 3 values"),
+        (_unique({"type": "integer", "minimum": 0, "maximum": 1}, minItems=3), "fewer than 3 values"),
         ({"anyOf": [_TAGS, {"type": "array"}]}, "several alternatives"),
         ({"anyOf": [_TAGS, _unique({"type": "integer"})]}, "several alternatives"),
         ({"properties": {"a": True}, "patternProperties": {"^x": _TAGS}}, "patternProperties"),
