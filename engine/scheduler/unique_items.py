@@ -124,7 +124,7 @@ class _DeadEnds:
         """Sorted; none begins with another. Without strings that are complete, which are known to be used."""
         self._below: dict[bytes, frozenset[int]] = {}
         """By beginning: the next bytes that lead to a dead end."""
-        self.is_nearly_used_up = self._has_at_most_one(()) if before is None else before.is_nearly_used_up
+        self.is_nearly_used_up: bool = self._has_at_most_one(()) if before is None else before.is_nearly_used_up
 
     @property
     def is_used_up(self) -> bool:
