@@ -276,6 +276,10 @@ class InputProcessor:
 
         `SamplingParams` itself checks the ranges that do not depend on the model.
         """
+        if params.structured_outputs is not None and params.structured_outputs.num_marks:
+            raise InvalidParameter(
+                f"{names.structured_outputs}: num_marks is the server's own", names.structured_outputs
+            )
         counts: dict[str, int | None] = {}
         for field_name, name, count in (
             ("logprobs", names.logprobs, params.logprobs),

@@ -29,6 +29,7 @@ from quire import (
     LLMEngine,
     RequestOutput,
     SamplingParams,
+    StructuredOutputs,
 )
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.client.output_stream import EngineUnavailable, RequestFailed
@@ -229,6 +230,8 @@ def test_errors_reach_the_caller_and_the_engine_goes_on(llm: LLM) -> None:
         llm.generate([[70], [999]])
     with pytest.raises(InvalidParameter, match="logit_bias"):
         llm.generate("a", SamplingParams(logit_bias={999: 1.0}))
+    with pytest.raises(InvalidParameter, match="num_marks"):
+        llm.generate("a", SamplingParams(structured_outputs=StructuredOutputs(grammar='start: "a"', num_marks=1)))
     with pytest.raises(InvalidParameter, match=r"Expected `int \| null`, got `float`.*max_tokens"):
         llm.generate("a", SamplingParams(max_tokens=5.5))  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="must be integers"):
