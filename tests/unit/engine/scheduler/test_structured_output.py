@@ -359,7 +359,7 @@ def test_marks_of_a_grammar_that_mislead_affect_no_other_request(folder: Path, g
     engine.add("other", [72, 73], **asked(json=SCHEMA))
     engine.run()
     assert engine.ends("other") == ["stop"]
-    assert json.loads(text(engine.tokens("other"))).keys() == SCHEMA["properties"].keys()
+    assert json.loads(text(engine.tokens("other"))).keys() == {"name", "count"}
     assert engine.ends("marked") == ["stop" if good else "error"]
     if good:
         items = json.loads("{" + text(engine.tokens("marked")).partition("{")[2])["a"]
