@@ -55,8 +55,8 @@ class _Held:
 class ResponseStore:
     """Limited by `max_responses` and `max_bytes`. A request finds only the responses of its own API key, by name.
 
-    When there is no room for a new response, the keys that hold most lose the oldest of their other responses. A response
-    that is more than twice as large as all that any other key holds is not stored at their cost.
+    When there is no room for a new response, the keys that hold most lose the oldest of their other responses. A
+    response that is more than twice as large as all that any other key holds is not stored at their cost.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
