@@ -6,7 +6,12 @@ import sys
 TOOL = {
     "name": "get_weather",
     "description": "Get the current weather in a city.",
-    "inputSchema": {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]},
+    "inputSchema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
     "annotations": {"readOnlyHint": True},
 }
 
