@@ -10,59 +10,30 @@ states are eliminated one by one until a regular expression is left.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.server.text.characters import SURROGATES, UNWRITABLE, CharacterSet, Ranges, complement, joined, written
+from quire.server.text.characters import CharacterSet, Ranges, joined, written
+from quire.server.text.expressions import (
+    ALL,
+    ExpressionReader,
+    Part,
+    Step,
+    are_plain,
+    conditions_of,
+    is_plain,
+    looks_ahead,
+    narrowed,
+    text_of,
+)
 
-Step = Callable[[int], None]
 _MAX_STATES = 4096
 """States of a nondeterministic automaton, and of a deterministic one."""
 MAX_EXPRESSION_LENGTH = 16 * 1024
 """Characters of an expression that is made from an automaton: no more than those of a pattern, since tools' schemas are
 read twice."""
-_ALL = tuple(complement((*UNWRITABLE, *SURROGATES)))
-ANY = written(CharacterSet(_ALL))
-"""An expression for every character."""
-_LOOK_AROUND = re.compile(r"\(\?(<?)([=!])")
-_LITERAL = re.compile(r"\\.|\[(?:\\.|[^]\\])*\]", re.DOTALL)
-"""A class, or an escaped character."""
-_ASSERTION = re.compile(r"[$^]|\(\?<?[=!]")
-_QUANTIFIER = re.compile(r"([*+?])|\{([0-9]+)(?:(,)([0-9]*))?\}")
-_ESCAPE = re.compile(r"\\u\{([0-9a-f]+)\}|\\([^\w])")
-_WITH_PROPERTIES = re.compile(r"\[(?:\\u\{[0-9a-f]+\}|\\[^\w]|[^]\\])*\\[pP]\{(?:\\.|[^]\\])*\]")
 _TOO_COMPLEX = "has look-arounds, or excludes patterns, that are too complex"
-
-
-def is_plain(expression: str) -> bool:
-    """Return whether an expression has no look-arounds, and `^` and `$` only at its ends or those of alternatives and
-    groups there.
-    """
-    rest = _LITERAL.sub("", expression).removeprefix("^").removesuffix("$")
-    if not _ASSERTION.search(rest):
-        return True
-    return _are_plain(_ExpressionReader(expression).result(), is_first=True, is_last=True)
-
-
-def _are_plain(options: list[list[_Part]], *, is_first: bool, is_last: bool) -> bool:
-    for option in options:
-        for at, node in enumerate(option):
-            begins, ends = is_first and at == 0, is_last and at == len(option) - 1
-            match node.kind:
-                case "look":
-                    return False
-                case "begin" if not begins:
-                    return False
-                case "end" if not ends:
-                    return False
-                case "group" if not _are_plain(
-                    node.options, is_first=begins and not node.quantifier, is_last=ends and not node.quantifier
-                ):
-                    return False
-    return True
 
 
 def conjunction(expression: str, step: Step) -> list[str]:
@@ -71,16 +42,16 @@ def conjunction(expression: str, step: Step) -> list[str]:
 
     Raises ValueError if the expression is too complex.
     """
-    conditions, rest = _conditions(_ExpressionReader(expression).result(), step)
+    conditions, rest = conditions_of(ExpressionReader(expression).result(), step)
     parts = conditions if conditions and rest in ("^", "$") else [rest, *conditions]
     return [part if is_plain(part) else plain(part, step) for part in dict.fromkeys(parts)]
 
 
 def plain(expression: str, step: Step) -> str:
     """Return an expression without look-arounds; raises ValueError if it is too complex."""
-    options = _narrowed(_ExpressionReader(expression).result())
-    if _are_plain(options, is_first=True, is_last=True):
-        result = _text(options)
+    options = narrowed(ExpressionReader(expression).result())
+    if are_plain(options, is_first=True, is_last=True):
+        result = text_of(options)
     else:
         automaton = _Automaton(options, step)
         result = f"^{_expression(_minimal(automaton.table(), step), automaton.letters, step)}$"
@@ -91,12 +62,12 @@ def plain(expression: str, step: Step) -> str:
 
 def matches_any(expression: str, step: Step) -> bool:
     """Return whether any text matches; raises ValueError if the expression is too complex."""
-    return any(accepts for accepts, _ in _Automaton(_ExpressionReader(expression).result(), step).states())
+    return any(accepts for accepts, _ in _Automaton(ExpressionReader(expression).result(), step).states())
 
 
 def texts(expression: str, most: int, step: Step) -> list[str] | None:
     """Return all texts that match; None if they may be more than `most`, or longer."""
-    automaton = _Automaton(_ExpressionReader(expression).result(), step)
+    automaton = _Automaton(ExpressionReader(expression).result(), step)
     table: list[tuple[bool, list[int]]] = []
     for each in automaton.states():
         table.append(each)
@@ -121,231 +92,6 @@ def texts(expression: str, most: int, step: Step) -> list[str] | None:
         if len(found) + len(level) > most:
             return None
     return found
-
-
-@dataclass
-class _Part:
-    """A part of an expression."""
-
-    text: str
-    """How it is written, without its quantifier."""
-    kind: str
-    """"set", "begin", "end", "look", or "group" for alternatives of sequences."""
-    ranges: Ranges | None = ()
-    """None for a set with Unicode properties."""
-    options: list[list[_Part]] = field(default_factory=list)
-    is_ahead: bool = False
-    is_negative: bool = False
-    quantifier: str = ""
-    least: int = 1
-    most: int | None = 1
-
-    @cached_property
-    def width(self) -> int | None:
-        """The number of characters that match; None if it differs."""
-        if self.kind != "group":
-            inner: int | None = int(self.kind == "set")
-        else:
-            widths = {_width(option) for option in self.options}
-            inner = widths.pop() if len(widths) == 1 else None
-        return inner * self.least if inner is not None and (inner == 0 or self.least == self.most) else None
-
-
-def _width(sequence: Iterable[_Part]) -> int | None:
-    widths = [node.width for node in sequence]
-    return None if None in widths else sum(each or 0 for each in widths)
-
-
-class _ExpressionReader:
-    """Reads an expression."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-
-    def result(self) -> list[list[_Part]]:
-        """The alternatives, each a sequence."""
-        options = [self._sequence()]
-        while self._text.startswith("|", self._at):
-            self._at += 1
-            options.append(self._sequence())
-        return options
-
-    def _sequence(self) -> list[_Part]:
-        nodes: list[_Part] = []
-        while self._at < len(self._text) and self._text[self._at] not in "|)":
-            node = self._node()
-            if found := _QUANTIFIER.match(self._text, self._at):
-                self._at = found.end()
-                node.quantifier = found[0]
-                if found[1]:
-                    node.least, node.most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[found[1]]
-                else:
-                    node.least = int(found[2])
-                    node.most = node.least if not found[3] else int(found[4]) if found[4] else None
-            nodes.append(node)
-        return nodes
-
-    def _node(self) -> _Part:
-        begin = self._at
-        if found := _LOOK_AROUND.match(self._text, begin):
-            self._at = found.end()
-            options = self.result()
-            node = _Part("", "look", (), options, is_ahead=not found[1], is_negative=found[2] == "!")
-            self._at += 1
-        elif self._text.startswith("(?:", begin):
-            self._at += 3
-            node = _Part("", "group", (), self.result())
-            self._at += 1
-        elif self._text[begin] in "^$":
-            self._at += 1
-            node = _Part("", "begin" if self._text[begin] == "^" else "end")
-        else:
-            node = _Part("", "set", self._class() if self._text[begin] == "[" else self._one())
-        node.text = self._text[begin : self._at]
-        return node
-
-    def _one(self) -> Ranges:
-        code = self._character()
-        return ((code, code),)
-
-    def _class(self) -> Ranges | None:
-        if found := _WITH_PROPERTIES.match(self._text, self._at):
-            self._at = found.end()
-            return None
-        self._at += 1
-        is_negated = self._text.startswith("^", self._at)
-        self._at += is_negated
-        ranges: list[tuple[int, int]] = []
-        while self._text[self._at] != "]":
-            first = last = self._character()
-            if self._text[self._at] == "-":
-                self._at += 1
-                last = self._character()
-            ranges.append((first, last))
-        self._at += 1
-        return complement(ranges) if is_negated else ranges
-
-    def _character(self) -> int:
-        if found := _ESCAPE.match(self._text, self._at):
-            self._at = found.end()
-            return int(found[1], 16) if found[1] else ord(found[2])
-        self._at += 1
-        return ord(self._text[self._at - 1])
-
-
-def _conditions(options: list[list[_Part]], step: Step) -> tuple[list[str], str]:
-    """Return the look-arounds with a known place as expressions of their own, and the rest."""
-    if len(options) > 1:
-        return [], "|".join("".join(node.text + node.quantifier for node in option) for option in options)
-    nodes = list(_spliced(options[0]))
-    conditions: list[str] = []
-    for is_forward in (True, False):
-        if not is_forward:
-            nodes.reverse()
-        kept: list[_Part] = []
-        place = 0
-        for at, node in enumerate(nodes):
-            if at == 0:
-                if node.kind != ("begin" if is_forward else "end"):
-                    kept = nodes
-                    break
-            elif node.kind == "look" and node.is_ahead == is_forward:
-                step(1)
-                text = node.text if node.is_negative else f"(?:{node.text[len('(?=' if is_forward else '(?<=') :]}"
-                skipped = f"{ANY}{{{place}}}" if place else ""
-                conditions.append(f"^{skipped}{text}" if is_forward else f"{text}{skipped}$")
-                continue
-            elif node.width is None:
-                kept += nodes[at:]
-                break
-            else:
-                place += node.width
-            kept.append(node)
-        nodes = kept
-    nodes.reverse()
-    return conditions, "".join(node.text + node.quantifier for node in nodes)
-
-
-def _text(options: list[list[_Part]]) -> str:
-    return "|".join("".join(node.text + node.quantifier for node in option) for option in options)
-
-
-def _narrowed(options: list[list[_Part]]) -> list[list[_Part]]:
-    """Return the alternatives without the look-arounds for one character beside a class that matches it: these narrow
-    the class. Automata would have too many states if the class is repeated: `(?!-)[a-z-]{1,63}(?<!-)`.
-    """
-    return [_without_ends(_without_beginnings([_narrowed_inside(node) for node in option])) for option in options]
-
-
-def _narrowed_inside(node: _Part) -> _Part:
-    if node.kind != "group":
-        return node
-    options = _narrowed(node.options)
-    return replace(node, options=options, text=f"(?:{_text(options)})")
-
-
-def _without_beginnings(nodes: list[_Part]) -> list[_Part]:
-    found: list[_Part] = []
-    for node in nodes:
-        if found and found[-1].is_ahead and node.least and (first := _both(found[-1], node)) is not None:
-            found[-1:] = [first, *_shortened(node)]
-        else:
-            found.append(node)
-    return found
-
-
-def _without_ends(nodes: list[_Part]) -> list[_Part]:
-    found: list[_Part] = []
-    for node in nodes:
-        is_behind = node.kind == "look" and not node.is_ahead
-        before = found[-1] if found else node
-        if not is_behind or (last := _both(node, before)) is None:
-            found.append(node)
-        elif before.least:
-            found[-1:] = [*_shortened(before), last]
-        elif len(found) > 1 and not found[-2].quantifier and (alone := _both(node, found[-2])) is not None:
-            options = [[alone], [found[-2], *_shortened(replace(before, least=1)), last]]
-            found[-2:] = [_Part(f"(?:{_text(options)})", "group", options=options)]
-        else:
-            found.append(node)
-    return found
-
-
-def _both(look: _Part, node: _Part) -> _Part | None:
-    """Return the class of the characters that a class and a look-around for one character match, or None."""
-    if look.kind != "look" or node.kind != "set" or node.ranges is None or len(look.options) != 1:
-        return None
-    if len(look.options[0]) != 1 or look.options[0][0].quantifier or not (ranges := look.options[0][0].ranges):
-        return None
-    without = ranges if look.is_negative else complement(ranges)
-    left = complement((*complement(node.ranges), *without))
-    return _Part(written(CharacterSet(left)), "set", left)
-
-
-def _shortened(node: _Part) -> list[_Part]:
-    """Return the node with one repetition less."""
-    most = None if node.most is None else node.most - 1
-    if most == 0:
-        return []
-    least = node.least - 1
-    quantifier = f"{{{least},{'' if most is None else most}}}"
-    return [replace(node, least=least, most=most, quantifier=quantifier)]
-
-
-def _looks_ahead(options: list[list[_Part]]) -> bool:
-    """Return whether what follows matters for an expression."""
-    nodes = [node for option in options for node in option]
-    return any(node.is_ahead or node.kind == "end" or _looks_ahead(node.options) for node in nodes)
-
-
-def _spliced(sequence: Iterable[_Part]) -> Iterator[_Part]:
-    """Yield the nodes of a sequence and of the groups in it that only group."""
-    for node in sequence:
-        if node.kind == "group" and len(node.options) == 1 and not node.quantifier:
-            yield from _spliced(node.options[0])
-        else:
-            yield node
 
 
 class _Place(NamedTuple):
@@ -386,7 +132,7 @@ class _Table:
 class _Automaton:
     """The states of an expression's automaton, found while they are read."""
 
-    def __init__(self, options: list[list[_Part]], step: Step) -> None:
+    def __init__(self, options: list[list[Part]], step: Step) -> None:
         self._step = step
         self.letters = _letters(options, step)
         self._every = (1 << len(self.letters)) - 1
@@ -445,16 +191,16 @@ class _Automaton:
         self._edges[loop].append((self._every, loop))
         return loop
 
-    def _alternatives(self, options: list[list[_Part]], after: int) -> int:
+    def _alternatives(self, options: list[list[Part]], after: int) -> int:
         starts = [self._sequence(option, after) for option in options]
         return starts[0] if len(starts) == 1 else self._new(moves=[(start, "", 0) for start in starts])
 
-    def _sequence(self, nodes: list[_Part], after: int) -> int:
+    def _sequence(self, nodes: list[Part], after: int) -> int:
         for node in reversed(nodes):
             after = self._repeated(node, after)
         return after
 
-    def _repeated(self, node: _Part, after: int) -> int:
+    def _repeated(self, node: Part, after: int) -> int:
         """Return the first state of a node, whose last one is `after`."""
         if node.most is None:
             loop = self._new(moves=[(after, "", 0)])
@@ -468,7 +214,7 @@ class _Automaton:
             after = self._once(node, after)
         return after
 
-    def _once(self, node: _Part, after: int) -> int:
+    def _once(self, node: Part, after: int) -> int:
         match node.kind:
             case "set":
                 assert node.ranges is not None
@@ -482,7 +228,7 @@ class _Automaton:
         if node.is_ahead:
             self._aheads.append((self._alternatives(node.options, _TOP), node.is_negative))
             return self._new(moves=[(after, "ahead", len(self._aheads) - 1)])
-        if _looks_ahead(node.options):
+        if looks_ahead(node.options):
             raise ValueError("contains a look-ahead, \\b or $ inside of a look-behind, which is not supported")
         end = self._new()
         first = self._anything_before(self._alternatives(node.options, end))
@@ -593,7 +339,7 @@ def _with(
     return obligations | {_Obligation(is_negative, places)}
 
 
-def _letters(options: list[list[_Part]], step: Step) -> list[Ranges]:
+def _letters(options: list[list[Part]], step: Step) -> list[Ranges]:
     """Return disjoint sets of characters, each of which is inside or outside of every class of the expression."""
     classes: dict[Ranges, None] = {}
     pending = [node for option in options for node in option]
@@ -605,7 +351,7 @@ def _letters(options: list[list[_Part]], step: Step) -> list[Ranges]:
             classes[tuple(node.ranges)] = None
         pending += (each for option in node.options for each in option)
     changes: dict[int, int] = {}
-    for number, ranges in enumerate((_ALL, *classes)):
+    for number, ranges in enumerate((ALL, *classes)):
         for first, last in joined(ranges):
             changes[first] = changes.get(first, 0) ^ (1 << number)
             changes[last + 1] = changes.get(last + 1, 0) ^ (1 << number)

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from quire.server.text import automata
+from quire.server.text import automata, expressions
 from quire.server.text.characters import CharacterSet, Ranges, complement, joined, written
 
 MAX_REGEX_LENGTH = 16 * 1024
@@ -67,7 +67,7 @@ def rewritten(pattern: str, step: Callable[[int], None] = lambda number: None) -
     the number of steps of about 10 microseconds before they are done.
     """
     result = _normal(pattern, step)
-    return result if automata.is_plain(result) else automata.plain(result, step)
+    return result if expressions.is_plain(result) else automata.plain(result, step)
 
 
 def conjunction(pattern: str, step: Callable[[int], None] = lambda number: None) -> list[str]:
@@ -75,7 +75,7 @@ def conjunction(pattern: str, step: Callable[[int], None] = lambda number: None)
     does, but fewer look-arounds are too complex.
     """
     result = _normal(pattern, step)
-    return [result] if automata.is_plain(result) else automata.conjunction(result, step)
+    return [result] if expressions.is_plain(result) else automata.conjunction(result, step)
 
 
 def matches_any(pattern: str, step: Callable[[int], None]) -> bool:
