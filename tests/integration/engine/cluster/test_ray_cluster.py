@@ -32,7 +32,9 @@ ANSWER: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _no_cluster_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def _is_ray_without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray counts as installed, as no test here imports it, and the host has no cluster."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 

@@ -144,10 +144,6 @@ def test_layers_are_partitioned_as_requested(tmp_path: Path) -> None:
         ({"itl_target_ms": 50.0, "max_num_batched_tokens": 512}, r"needs --max-num-batched-tokens auto"),
         ({"itl_target_ms": 50.0, "enable_chunked_prefill": False}, r"and chunked prefill"),
         ({"itl_target_ms": 0.0}, r"--itl-target-ms must be above 0"),
-        (
-            {"distributed_executor_backend": "ray", "data_parallel_size": 2, "enable_expert_parallel": True},
-            r"replicas that share experts are not supported with --distributed-executor-backend ray",
-        ),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"supports one rank, not 2"),
         ({"device": "cuda"}, r"no NVIDIA GPU is visible"),
         ({"max_model_len": 1}, r"--max-model-len 1 has no room for a prompt and an output token; use 2 or more"),
