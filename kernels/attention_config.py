@@ -42,6 +42,8 @@ class AttentionLayer:
     has_alibi: bool = False
     num_biases: int = 0
     """Keys, up to a query's own, whose scores get a bias of the query and the distance."""
+    has_ends: bool = False
+    """Whether queries may attend to keys behind their own."""
     is_mla: bool = False
     """Whether keys and values share memory, as in MLA."""
 

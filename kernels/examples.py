@@ -160,6 +160,10 @@ def attention_case(
         options["slopes"] = 2.0 ** -torch.linspace(1.0, 8.0, layer.heads, device=device)
     if layer.num_biases:
         options["biases"] = inputs.normal(len(query), layer.heads, layer.num_biases)
+    if layer.has_ends:
+        positions = torch.cat([torch.arange(sum(each) - each[1], sum(each), device=device) for each in requests])
+        last = torch.from_numpy(lengths.repeat(counts)).to(device)
+        options["ends"] = torch.where(positions % 110 < 10, positions + 1, (positions // 110 * 110 + 110).minimum(last))
     cache = cache.expand(2, *cache.shape[1:]) if layer.is_mla else cache
     args = (query, cache, tables, torch.from_numpy(lengths).to(device), starts, layer.scale)
     return AttentionCase(args, options, HostMetadata(counts, lengths, {}))

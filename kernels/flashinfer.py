@@ -106,6 +106,7 @@ class FlashInfer:
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
         biases: Tensor | None = None,
+        ends: Tensor | None = None,
         host: HostMetadata | None = None,
     ) -> Tensor | None:
         is_decode = len(query) == len(sequence_lengths)
@@ -117,7 +118,7 @@ class FlashInfer:
         ):
             return None
         heads, head_dim, dtype = query.shape[1], query.shape[2], query.dtype
-        if not sinks is slopes is biases is None or head_dim not in HEAD_DIMS:
+        if not sinks is slopes is biases is ends is None or head_dim not in HEAD_DIMS:
             return None
         if dtype not in TYPES or cache.dtype != dtype or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None

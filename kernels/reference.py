@@ -90,11 +90,13 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Apply "silu", "gelu" (exact), "gelu_tanh" (tanh approximation), "relu" or "relu2" (relu squared) to `x`."""
+    """Apply "silu", "gelu" (exact), "gelu_tanh" (tanh approximation), "quick_gelu" (logistic approximation, without
+    gates only), "relu" or "relu2" (relu squared) to `x`."""
     return _ACTIVATIONS[activation](x)
 
 
@@ -196,6 +198,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     biases: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over a paged KV cache (Kwon et al. 2023), with prefill chunks and decodes in one batch.
 
@@ -214,6 +217,8 @@ def paged_attention(
     - `biases` `[tokens, heads, keys]`, of the type of the query, are added in the same place to the scores of as many
       keys, the last of which is the query's own; earlier keys have no bias (Inkling).
     - `sinks` float32 `[heads]` (gpt-oss) or `[tokens, heads]`: one additional score per query, whose value is 0.
+    - `ends` int64 `[tokens]`: a query also attends to the keys behind its own up to this position, which is within the
+      sequence and does not decrease from one query of a request to the next (Gemma 3).
     """
     kv_heads, block_size = cache.shape[2:4]
     output = torch.empty_like(query)
@@ -237,7 +242,8 @@ def paged_attention(
             distances = positions[:, None] - (firsts[requests, None] + steps)[..., None]  # [requests, count, tokens]
             own_sinks = sinks[part] if sinks is not None and sinks.ndim == 2 else sinks
             own_biases = None if biases is None else biases[part].float()
-            options = scale, window, softcap, own_sinks, slopes, own_biases
+            ahead = None if ends is None else (ends[part] - 1 - firsts[requests, None] - steps)[..., None]
+            options = scale, window, softcap, own_sinks, slopes, own_biases, ahead
             mixed = _attend(query[part].float(), keys, values, distances, *options)
             output[part] = mixed.to(query.dtype)
     return output
@@ -520,9 +526,11 @@ def _attend(
     sinks: Tensor | None,
     slopes: Tensor | None,
     biases: Tensor | None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Dense attention; `query` is `[requests, count, heads, head_dim]`, `distances` `[requests, count, tokens]`,
-    `sinks` `[heads]` or `[requests, count, heads]`, and `biases` `[requests, count, heads, keys]`."""
+    `sinks` `[heads]` or `[requests, count, heads]`, and `biases` `[requests, count, heads, keys]`. Queries see
+    as many keys `ahead`, `[requests, count, 1]`; None: none."""
     requests, count, heads, head_dim = query.shape
     kv_heads, tokens = keys.shape[1:3]
     grouped = query.transpose(1, 2).reshape(requests, kv_heads, -1, head_dim)
@@ -534,8 +542,10 @@ def _attend(
     if biases is not None:
         number = (distances + biases.shape[-1] - 1)[:, None].expand_as(scores)
         found = biases.transpose(1, 2).gather(-1, number.clamp(0, biases.shape[-1] - 1))
-        scores += found.masked_fill_(number < 0, 0.0)
-    hidden = (distances > 0) | (distances <= -window) if window else distances > 0
+        scores += found.masked_fill_((number < 0) | (number >= biases.shape[-1]), 0.0)
+    hidden = distances > (0 if ahead is None else ahead)
+    if window:
+        hidden |= distances <= -window
     scores.masked_fill_(hidden[:, None], -torch.inf)
     if sinks is not None:
         by_query = sinks.expand(requests, count, heads).transpose(1, 2)[..., None]

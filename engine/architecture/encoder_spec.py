@@ -12,7 +12,7 @@ from typing import Any
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.feed_forward_spec import MLPSpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
-from quire.engine.architecture.spec_parts import Parameters, Units, linear
+from quire.engine.architecture.spec_parts import Parameters, Units, bounds, linear
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -22,6 +22,15 @@ class EncoderAttentionSpec(AttentionSpec):
 
     reach: int | None = None
     """The largest distance from a query to the keys that it attends to, on both sides; None: all keys."""
+    is_clipped: bool = False
+    """Linear layers clamp their inputs and outputs to bounds that the checkpoint has."""
+
+    def parameters(self, hidden: int) -> Parameters:
+        """See `AttentionSpec`."""
+        yield from super().parameters(hidden)
+        if self.is_clipped:
+            yield from bounds("attention.qkv", "qkv")
+            yield from bounds("attention.output", ("",))
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
         """See `AttentionSpec`."""

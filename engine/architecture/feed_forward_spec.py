@@ -14,6 +14,7 @@ from quire.engine.architecture.spec_parts import (
     Parameter,
     Parameters,
     Units,
+    bounds,
     linear,
     matrices,
     norm,
@@ -40,6 +41,13 @@ class MLPSpec:
     """The share of the gate's features that become 0: the features below this quantile of a normal distribution with
     their mean and deviation. The others become their excess over the quantile (Gemma 3n)."""
 
+    is_clipped: bool = False
+    """Linear layers clamp their inputs and outputs to bounds that the checkpoint has."""
+
+    def __post_init__(self) -> None:
+        if self.is_gated and self.activation == "quick_gelu":
+            raise ConfigError("the activation 'quick_gelu' is not supported with gates")
+
     def width(self, tp: int) -> int:
         """Inner features per token on one rank."""
         return self.intermediate_size // tp
@@ -56,6 +64,9 @@ class MLPSpec:
         yield from linear(f"{module}.gate_up", rows, hidden, rows_of=units, bias=self.bias)
         output_bias = self.bias if self.output_bias is None else self.output_bias
         yield from linear(f"{module}.down", hidden, size, columns_of=units, bias=output_bias)
+        if self.is_clipped:
+            yield from bounds(f"{module}.gate_up", rows)
+            yield from bounds(f"{module}.down", ("",))
 
 
 @dataclass(frozen=True, kw_only=True)

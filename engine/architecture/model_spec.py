@@ -7,13 +7,14 @@ size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 
 from quire.engine.architecture.attention_spec import AnyAttentionSpec, AttentionSpec
 from quire.engine.architecture.feed_forward_spec import ExpertParallelMoESpec, MLPSpec, MoESpec
+from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.architecture.recurrent_spec import RecurrentSpec
 from quire.engine.architecture.residual_spec import (
     AltUpSpec,
@@ -35,6 +36,7 @@ from quire.engine.architecture.spec_parts import (
     linear,
     matrices,
     norm,
+    without_number,
 )
 from quire.engine.protocol.errors import ConfigError
 
@@ -147,6 +149,8 @@ class ModelSpec:
     aux_layers: tuple[int, ...] = ()
     """Layers whose input, all residual streams, a head that drafts reads (EAGLE-3); `num_layers` stands for the output
     of the last one. Inputs travel to the last stage beside what the stages pass on."""
+    media: MediaSpec | None = None
+    """How the model takes images and videos; None: it does not. The first stage has the tower."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -158,6 +162,12 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_rope_sections(self) -> bool:
+        """Whether tokens have rotary positions along several axes."""
+        ropes = (layer.attention.rope for layer in self.layers if layer.attention is not None)
+        return any(rope is not None and rope.sections for rope in ropes)
 
     @property
     def streams(self) -> AltUpSpec | ConnectionSpec | None:
@@ -238,6 +248,16 @@ class ModelSpec:
             yield from self.layer_input.outer_parameters(hidden, self.num_layers)
         if isinstance(self.streams, AltUpSpec):
             yield from self.streams.projections("expansion", hidden)
+        for each in () if self.media is None else self.media.tower.parameters():
+            units = {part: own._replace(spare="whole") for part, own in each.units.items()}
+            yield each._replace(module=f"tower.{each.module}", units=units)
+
+    def tower_matrices(self, tp: int) -> Iterator[tuple[int | None, MatrixShape]]:
+        """The weights of the tower's linear layers on one rank, each with the number of its layer in the tower."""
+        for each in self.parameters_before():
+            if each.is_quantizable and each.module.startswith("tower."):
+                module, number = without_number(each.module)
+                yield number, each.matrix(tp)._replace(module=module)
 
     def parameters_after(self, *, has_head: bool = True) -> Parameters:
         """All parameters after the layers; a tied head is the embedding."""

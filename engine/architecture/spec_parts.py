@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from quire.engine.protocol.errors import ConfigError
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 GatedActivation = Activation | Literal["swiglu_oai", "silu_7", "silu_16", "silu_clamped"]
 """With gates alone: swiglu_oai is gpt-oss's, `min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, ±7) + 1)`; silu_7 and
 silu_16 are Step 3.5's, `min(silu(gate), 7) * clamp(up, ±7)`; silu_clamped is DeepSeek-V4's,
@@ -43,10 +44,10 @@ class Units(NamedTuple):
     number: int
     name: str
     """The name in error messages."""
-    spare: Literal["none", "copies", "copies of one", "padding"] = "none"
+    spare: Literal["none", "copies", "copies of one", "padding", "whole"] = "none"
     """How units that do not divide evenly are distributed. "none": that is an error. "copies": with fewer units than
     ranks, each unit is replicated on several ranks; "copies of one": only a single unit is replicated. "padding": the
-    last ranks have fewer units."""
+    last ranks have fewer units. "whole": every rank has all units."""
 
     def share(self, size: int, tp: int) -> int:
         """A rank's share of a dimension of `size`."""
@@ -54,6 +55,8 @@ class Units(NamedTuple):
             return -(-size // tp)
         if not self.number:  # a part of size 0, as in some configs
             return 0
+        if self.spare == "whole" and self.number % tp:
+            return size
         return max(1, self.number // tp) * (size // self.number)
 
     def start(self, size: int, rank: int, tp: int) -> int:
@@ -68,7 +71,7 @@ class Units(NamedTuple):
                 return tp % self.number == 0
             case "copies of one":
                 return self.number == 1
-        return self.spare == "padding"
+        return self.spare in ("padding", "whole")
 
 
 class Parameter(NamedTuple):
@@ -117,6 +120,12 @@ class Parameter(NamedTuple):
 Parameters = Iterator[Parameter]
 
 
+def without_number(module: str) -> tuple[str, int | None]:
+    """A module's path without the number of its layer, and that number."""
+    found = re.search(r"\.(\d+)", module)
+    return (module, None) if found is None else (re.sub(r"\.\d+", "", module), int(found[1]))
+
+
 def linear(
     module: str,
     rows: int | Mapping[str, int],
@@ -149,6 +158,15 @@ def linear(
         yield Parameter(module, "bias", {part: (size,) for part, size in parts.items()}, units, number=number)
 
 
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+
+
+def bounds(module: str, parts: Iterable[str]) -> Parameters:
+    """The bounds to which a linear layer clamps its inputs and outputs, of each part its own (Gemma 4)."""
+    for kind in BOUNDS:
+        yield Parameter(module, kind, dict.fromkeys(parts, (1,)))
+
+
 def convolution(
     module: str, channels: Mapping[str, int], size: int, units: Mapping[str, Units], *, bias: bool = False
 ) -> Parameters:
@@ -175,10 +193,11 @@ def layout_errors(parameters: Iterable[Parameter], tp: int) -> dict[str, None]:
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """Normalization: by root mean square (Zhang & Sennrich 2019), or by mean and variance (Ba et al. 2016)."""
+    """Normalization: by root mean square (Zhang & Sennrich 2019), or by mean and variance (Ba et al. 2016); or a factor
+    for each feature alone, without normalization (Touvron et al. 2021)."""
 
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer", "scale"] = "rms"
     bias: bool = False
     offset: float = 0.0
     """Added to the weight: Gemma stores weights minus 1."""
@@ -226,10 +245,38 @@ class RopeSpec:
     is_interleaved: bool = False
     """The checkpoint rotates neighbouring features. Loading reorders them into halves, which leaves dot products
     unchanged."""
+    sections: tuple[int, ...] = ()
+    """Pairs that turn by the position along time, height and width, as tokens of images have three positions (M-RoPE,
+    Qwen2-VL); empty: all turn by a token's only position."""
+    has_mixed_sections: bool = False
+    """The axes take turns, time first, and time has the pairs that are left when an axis has all of its own
+    (Qwen3-VL). Otherwise the pairs of an axis are side by side."""
+    splits_features: bool = False
+    """`sections` are halves of the numbers of features, side by side, that turn by each axis, so that the two of a pair
+    may turn by different ones; there may be four axes, which `MediaSpec.place_axes` describes (Hunyuan VL)."""
 
     def __post_init__(self) -> None:
         if self.dim % 2 or self.dim < (0 if self.kind == "none" else 2):
             raise ConfigError(f"rotary positions need an even number of features, at least 2; heads have {self.dim}")
+        is_whole = self.has_mixed_sections or 2 * sum(self.sections) == self.dim
+        counts = (3, 4) if self.splits_features else (3,)
+        if self.sections and (len(self.sections) not in counts or not is_whole):
+            raise ConfigError(
+                f"mrope_section {[*self.sections]} is not {' or '.join(map(str, counts))} parts of {self.dim // 2} "
+                "pairs of features"
+            )
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """With `sections`: the axis of each pair; 0 is time, 1 height, 2 width. With `splits_features`: of each
+        feature."""
+        if self.splits_features:
+            return tuple(axis for axis, number in enumerate(self.sections) for _ in range(2 * number))
+        time, height, width = self.sections
+        if not self.has_mixed_sections:
+            return (0,) * time + (1,) * height + (2,) * width
+        ends = (0, 3 * height, 3 * width)
+        return tuple(pair % 3 if pair < ends[pair % 3] else 0 for pair in range(self.dim // 2))
 
 
 @dataclass(frozen=True, kw_only=True)

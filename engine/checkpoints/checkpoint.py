@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from quire.engine.architecture.attention_spec import CompressedAttentionSpec, GroupIndexerSpec, MLASpec
 from quire.engine.architecture.families import family_of
-from quire.engine.architecture.families.family import Family
+from quire.engine.architecture.families.family import Family, Runs
 from quire.engine.architecture.families.tensors import StoredTensor, stored_tensor
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
-from quire.engine.architecture.spec_parts import RopeSpec
+from quire.engine.architecture.spec_parts import RopeSpec, without_number
 from quire.engine.layers.weight import Shard, Weight
 
 Rows = npt.NDArray[np.int64]
@@ -51,7 +50,7 @@ class StoredSlice:
     def slice(self, shard: Shard) -> tuple[slice, ...]:
         """The slice to read: the shard, including rows in between if its rows are scattered."""
         if self.is_grid:
-            return (slice(None),)
+            return (slice(None),)[: len(self.shape)]
         cut = [slice(0, size) for size in shard.shape]
         cut[shard.dim] = slice(shard.start, shard.start + shard.length)
         if self.rows is not None:
@@ -87,11 +86,10 @@ def _cover(rows: Rows) -> tuple[slice, Rows | None]:
 def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, StoredSlice]]:
     """The checkpoint tensor for each shard of the parameter `path`, such as layers.3.attention.qkv.weight."""
     family = family_of(arch)
-    module, _, kind = path.rpartition(".")
-    found = re.search(r"\d+", module)
-    module = re.sub(r"\.\d+", "", module)
-    number = None if found is None else int(found[0])
-    layer = None if number is None else arch.layers[number]
+    path, _, kind = path.rpartition(".")
+    module, number = without_number(path)
+    tower = arch.media.tower if arch.media is not None and module.startswith("tower.") else None
+    layer = None if number is None or tower is not None else arch.layers[number]
     shapes = {shard.part: shard.shape for shard in weight.shards}
     parts: dict[str, tuple[StoredTensor, Rows | None]] = {}
     """The tensor of a part's first shard, and its rows: others differ in their expert."""
@@ -99,7 +97,8 @@ def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, St
         if shard.part not in parts:
             stored = stored_tensor(family, arch, layer, module, kind, shard.part, shapes)
             joint = {part: shapes[part][0] for part in stored.joint}
-            parts[shard.part] = stored, _rows(family, layer, module, shard, joint)
+            own = None if tower is None else tower.rows(module.removeprefix("tower."), shard.part)
+            parts[shard.part] = stored, _rows(family, layer, module, shard, joint, own)
         stored, rows = parts[shard.part]
         yield (
             shard,
@@ -114,18 +113,25 @@ def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, St
         )
 
 
-def _rows(family: Family, layer: LayerSpec | None, module: str, shard: Shard, joint: dict[str, int]) -> Rows | None:
-    """The checkpoint's rows of a module's part, which may follow other parts in one tensor."""
-    rows = None
+def _rows(
+    family: Family, layer: LayerSpec | None, module: str, shard: Shard, joint: dict[str, int], own: Runs | None
+) -> Rows | None:
+    """The checkpoint's rows of a module's part, which may follow other parts in one tensor; `own` is their order in a
+    tower."""
+    rows = None if own is None else _listed(own)
     if layer is not None:
         runs = family.rows(layer, module, shard.part)
         if runs is not None:
-            return np.concatenate([np.arange(run.start, run.stop, run.step) for run in runs])
+            return _listed(runs)
         rows = _rotary_first(layer, module, shard)
     if len(joint) == 1:
         return rows
     before = sum(size for part, size in list(joint.items())[: list(joint).index(shard.part)])
     return before + (np.arange(shard.shape[0]) if rows is None else rows)
+
+
+def _listed(runs: Runs) -> Rows:
+    return np.concatenate([np.arange(run.start, run.stop, run.step) for run in runs])
 
 
 def _rotary_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:

@@ -327,14 +327,15 @@ class _Unit:
 def _units(module: nn.Module, places: Places, quantization: kernels.Quantization | None, *, pack: bool) -> list[_Unit]:
     """All units of the model. Those that exist in two forms for a while come first, the largest at the front."""
     packed, taken = list[_Unit](), set[nn.Parameter]()
-    for layer in module.modules() if pack else ():
+    for path, layer in module.named_modules() if pack else ():
         if isinstance(layer, Linear | ExpertStack) or (
             isinstance(layer, VocabParallelEmbedding) and layer.quantized is not None
         ):
             own = [weight for weight in layer.parameters() if weight in places and weight not in taken]
             taken.update(own)
             size = sum(weight.nbytes for weight in own)
-            packed.append(_Unit([*chain(*map(places.__getitem__, own))], size, partial(layer.pack, quantization)))
+            own_quantization = None if path.startswith("tower.") else quantization  # checkpoints do not quantize towers
+            packed.append(_Unit([*chain(*map(places.__getitem__, own))], size, partial(layer.pack, own_quantization)))
     others = [_Unit(own, weight.nbytes) for weight, own in places.items() if weight not in taken]
     return sorted(packed, key=lambda unit: -unit.size) + others
 
@@ -383,6 +384,8 @@ def _read(checkpoint: Checkpoint, place: Place, staging: PinnedStaging | None = 
     if stored.part == "codes":
         scheme = checkpoint.scheme(stored.name)
         is_finite = scheme is None or scheme.values != "fp8" or not (loaded & 0x7F == 0x7F).any()
+    elif not stored.shape:  # a bound, which may be infinite
+        is_finite = not bool(loaded.isnan())
     else:  # The sum is a fraction of the cost of reading; in float16 it may overflow, which needs a second look.
         is_finite = math.isfinite(loaded.sum()) or bool(loaded.isfinite().all())
     if not is_finite:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class Source:
     def __init__(self, request: QuantizeRequest) -> None:
         """Raises `ConfigError` naming a tensor that cannot be quantized."""
         model, self.settings = request.config.model, dict(request.settings)
-        arch, method = model.architecture, quantization.read(request.settings)
+        arch, method = replace(model.architecture, media=None), quantization.read(request.settings)
         assert method is not None
         self._files = open_model(model)
         needed = checkpoint_tensors(arch, has_head=model.pooling is None)

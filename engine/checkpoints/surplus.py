@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 
 from quire.engine.architecture.families import FAMILIES
 from quire.engine.architecture.families.tensors import checkpoint_tensors
@@ -24,12 +25,13 @@ def unused_names(names: set[str], model: ModelConfig) -> list[str]:
     """The tensors that no stage uses, such as biases that config.json does not mention."""
     arch, family = model.architecture, FAMILIES[model.architecture.name]
     known = set(checkpoint_tensors(arch, has_head=model.pooling is None))
+    tower = known.difference(checkpoint_tensors(replace(arch, media=None), has_head=model.pooling is None))
     known.update({"lm_head.weight"} if arch.tie_embeddings or model.pooling is not None else ())
     known.update(classifier_tensors(model))
+    # The prefixes of a tower's tensors are ignored only if it is not built.
+    ignored = tuple(each for each in family.ignored_prefixes if not any(name.startswith(each) for name in tower))
     return sorted(
-        name
-        for name in names - known
-        if not re.search(family.ignored_pattern, name) and not name.startswith(family.ignored_prefixes)
+        name for name in names - known if not re.search(family.ignored_pattern, name) and not name.startswith(ignored)
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -107,6 +109,7 @@ class Attention(nn.Module):
             softcap=self._spec.softcap,
             sinks=None if self.sinks is None else self.sinks.float(),
             slopes=self._slopes,
+            ends=metadata.key_ends,
             host=metadata.host,
         )
 
@@ -124,8 +127,10 @@ class Attention(nn.Module):
 def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
     """The requirements of a rank for `kernels.paged_attention`: the kinds of the layers of the model, and of a drafter,
     that use it, with the rank's sizes."""
+    media = config.model.architecture.media
+    has_ends = media is not None and media.is_bidirectional
     kinds = (
-        _kernel_layer(layer.attention, each.parallel.tensor_parallel_size)
+        replace(_kernel_layer(layer.attention, each.parallel.tensor_parallel_size), has_ends=has_ends)
         for each in (config.with_drafter if config.cache.num_blocks else ())
         for layer in each.model.architecture.layers
         if isinstance(layer.attention, attention_spec.AttentionSpec | attention_spec.MLASpec)

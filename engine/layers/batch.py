@@ -40,6 +40,8 @@ class AttentionMetadata(NamedTuple):
     """`[sequences + 1]`, where the queries of each sequence start."""
     host: HostMetadata | None = None
     """As in `Batch`."""
+    key_ends: Tensor | None = None
+    """As in `Batch`, for all queries."""
 
     @property
     def paged(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +52,8 @@ class AttentionMetadata(NamedTuple):
         """The same with one query for each sequence: its last token."""
         starts = torch.arange(len(self.query_starts), device=self.query_starts.device)
         host = None if self.host is None else HostMetadata(np.ones_like(self.host.counts), self.host.lengths, {})
-        return self._replace(query_starts=starts, host=host)
+        ends = None if self.key_ends is None else self.key_ends[self.query_starts[1:] - 1]
+        return self._replace(query_starts=starts, host=host, key_ends=ends)
 
     def sequences(self, begin: int, end: int, rows: slice) -> AttentionMetadata:
         """Only these sequences, whose tokens are `rows`."""
@@ -62,6 +65,7 @@ class AttentionMetadata(NamedTuple):
             self.sequence_lengths[begin:end],
             starts - starts[0],
             HostMetadata(counts[begin:end], lengths[begin:end]),
+            None if self.key_ends is None else self.key_ends[rows],
         )
 
     def host_metadata(self) -> HostMetadata:
@@ -128,6 +132,17 @@ class Batch:
     """The last stage's output has only each request's last token: it is `[requests, hidden_size]`."""
     token_types: Tensor | None = None
     """`[tokens]`, for encoders with token types: 1 in the second text of a pair; None: all are 0."""
+    rope_positions: Tensor | None = None
+    """`[3, tokens]`, positions along time, height and width for rotary embeddings with sections (with
+    `MediaSpec.place_axes`, `[place_axes, tokens]`), or `[tokens]` if they are the same along all axes; None: they are
+    `positions`."""
+    media_tokens: Tensor | None = None
+    """`[features]`, indices of the tokens whose embeddings are replaced by features of images and videos."""
+    media_features: Tensor | None = None
+    """`[features, feature_width]`, for the first stage."""
+    key_ends: Tensor | None = None
+    """`[tokens]`, the position after the last token that each token attends to, which is further than its own where the
+    tokens of a run of features attend to each other in both directions; None: each token's own is its last."""
     shared: SharedResults = field(default_factory=SharedResults)
     """Each forward pass begins with new ones."""
 
@@ -139,7 +154,7 @@ class Batch:
         """For the attention layers of this KV cache group."""
         blocks = self.groups[group]
         assert isinstance(blocks, KVBlocks)
-        return AttentionMetadata(*blocks, self.sequence_lengths, self.query_starts, self.host)
+        return AttentionMetadata(*blocks, self.sequence_lengths, self.query_starts, self.host, self.key_ends)
 
     def segments(self, group: int) -> StateSegments:
         """For the layers with a recurrent state of this KV cache group."""

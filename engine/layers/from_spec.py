@@ -19,6 +19,11 @@ WHOLE = Parallel()
 """A single rank."""
 
 
+def if_divisible(parallel: Parallel, units: int) -> Parallel:
+    """The ranks if they divide so many units evenly, or else a single rank: each computes all of them."""
+    return WHOLE if units % parallel.size else parallel
+
+
 class FromSpec:
     """Looks up parameters by module path and kind, as the spec names them."""
 
@@ -73,10 +78,10 @@ class FromSpec:
         gate, up = self._parts(module)
         return GatedLinear(self._inputs(module), gate, up, activation, bias=self._has_bias(module))
 
-    def row_parallel(self, module: str) -> RowParallelLinear:
+    def row_parallel(self, module: str, kind: type[RowParallelLinear] = RowParallelLinear) -> RowParallelLinear:
         """A layer with the rank's share of the input features."""
         (shape,) = self._parameters[module, "weight"].parts.values()
-        return RowParallelLinear(shape[1], shape[0], self._parallel, bias=self._has_bias(module))
+        return kind(shape[1], shape[0], self._parallel, bias=self._has_bias(module))
 
     def replicated(self, module: str) -> ReplicatedLinear:
         """A layer that is computed in float32 on every rank."""

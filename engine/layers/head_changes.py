@@ -57,8 +57,29 @@ def head_changes(
 
 
 def _rotate(heads: Heads) -> Heads:
-    query, key = kernels.rotary(heads.query, heads.key, heads.cos_sin)
-    return heads._replace(query=query, key=key, cos_sin=heads.cos_sin[:, :0])
+    query, key, cos_sin = heads.query, heads.key, heads.cos_sin
+    if cos_sin.shape[-1] <= query.shape[-1]:
+        query, key = kernels.rotary(query, key, cos_sin)
+    else:  # each feature has its own (`RopeSpec.splits_features`); those of a pair differ in images only
+        cos, sin = (torch.stack(each.chunk(2, dim=-1)) for each in cos_sin.chunk(2, dim=-1))
+        differ = (cos[0] != cos[1]).any(-1) | (sin[0] != sin[1]).any(-1)
+        # Text is rotated by the same operation as in batches without images.
+        as_text = kernels.rotary(query, key, torch.cat((cos[0], sin[0]), dim=-1))
+        turned = (
+            torch.where(differ[:, None, None], _rotated_apart(each, cos, sin), own)
+            for each, own in zip((query, key), as_text, strict=True)
+        )
+        query, key = turned
+    return heads._replace(query=query, key=key, cos_sin=cos_sin[:, :0])
+
+
+def _rotated_apart(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `[tokens, heads, head_dim]`, whose pairs are halves, by cosines and sines `[2, tokens, head_dim / 2]` of
+    the first and the second features of pairs."""
+    first, second = x.float().chunk(2, dim=-1)
+    (cos_first, cos_second), (sin_first, sin_second) = cos[:, :, None], sin[:, :, None]
+    turned = (first * cos_first - second * sin_first, second * cos_second + first * sin_second)
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 def _normalize(query_norm: nn.Module, key_norm: nn.Module | None, heads: Heads) -> Heads:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.architecture.feed_forward_spec import MLPSpec
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.clipped import ClippedColumnParallelLinear, ClippedRowParallelLinear
 from quire.engine.layers.from_spec import FromSpec
-from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, Linear
+from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, Linear, RowParallelLinear
 
 
 class MLP(nn.Module):
@@ -23,11 +24,15 @@ class MLP(nn.Module):
         self._spec, self._parallel = spec, parallel
         own = FromSpec(spec.parameters(hidden_size), parallel)
         self.gate_up: ColumnParallelLinear
-        if spec.is_gated and spec.gate_multiplier == 1.0 and not (spec.sparsity or spec.is_adapted):
+        if spec.is_clipped:
+            self.gate_up = own.column_parallel("feed_forward.gate_up", ClippedColumnParallelLinear)
+        elif spec.is_gated and spec.gate_multiplier == 1.0 and not (spec.sparsity or spec.is_adapted):
             self.gate_up = own.gated("feed_forward.gate_up", spec.activation)
         else:
             self.gate_up = own.column_parallel("feed_forward.gate_up")
-        self.down = own.row_parallel("feed_forward.down")
+        self.down = own.row_parallel(
+            "feed_forward.down", ClippedRowParallelLinear if spec.is_clipped else RowParallelLinear
+        )
 
     @property
     def reads_input(self) -> Linear:

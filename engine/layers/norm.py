@@ -104,12 +104,30 @@ class GatedNorm(nn.Module):
         return self(residual), residual
 
 
-Norm = RMSNorm | LayerNorm | GatedNorm
+class LayerScale(nn.Module):
+    """A factor for each feature."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = Weight((size,), whole(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`residual + x`, multiplied and unchanged."""
+        residual = residual + x
+        return self(residual), residual
+
+
+Norm = RMSNorm | LayerNorm | GatedNorm | LayerScale
 
 
 def make_norm(norm: NormSpec, size: int) -> Norm:
     if norm.gate_rank:
         return GatedNorm(norm, size)
+    if norm.kind == "scale":
+        return LayerScale(size)
     return RMSNorm(norm, size) if norm.kind == "rms" else LayerNorm(norm, size)
 
 

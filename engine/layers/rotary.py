@@ -16,12 +16,23 @@ class Rotary:
     def __init__(self, rope: RopeSpec | None, max_length: int) -> None:
         with torch.device("cpu"):  # on the meta device, arithmetic would import half of torch
             frequencies = torch.empty(0, dtype=torch.float32) if rope is None else inverse_frequencies(rope, max_length)
+            axes = None if rope is None or not rope.sections else torch.tensor(rope.axes)
         self._frequencies = frequencies.to(torch.get_default_device())
+        self._axes = None if axes is None else axes.to(torch.get_default_device())
         self._amplitude = 1.0 if rope is None else rope.amplitude
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """The cos/sin values for `kernels.rotary_write_kv`, float32 `[tokens, rope.dim]`: cosines, then sines."""
-        angles = positions[:, None] * self._frequencies  # [tokens, dim / 2]
+        """The cos/sin values for `kernels.rotary_write_kv`, float32 `[tokens, rope.dim]`: cosines, then sines.
+
+        Positions are `[tokens]`, or with `rope.sections` also `[axes, tokens]`: along time, height and width. Then with
+        `rope.splits_features`, features have cosines and sines of their own, `[tokens, 2 * rope.dim]`.
+        """
+        own, frequencies = positions[:, None], self._frequencies
+        if positions.dim() == 2:
+            assert self._axes is not None
+            own = positions[self._axes].T
+            frequencies = frequencies.repeat(len(self._axes) // len(frequencies))
+        angles = own * frequencies  # [tokens, dim / 2]
         cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
         return cos_sin if self._amplitude == 1.0 else cos_sin * self._amplitude
 

@@ -24,6 +24,7 @@ from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, apply, norm_of
 from quire.engine.models.make_layers import make_layers
+from quire.engine.models.make_tower import make_tower
 
 
 class PositionEmbedding(nn.Module):
@@ -91,6 +92,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): layer for number, layer in make_layers(arch, layers, parallel, experts)}
         )
+        self.tower = make_tower(arch.media.tower, parallel) if first and arch.media is not None else None
+        targets = () if arch.media is None else arch.media.tower.targets
+        self._levels = {number: level for level, number in enumerate(targets, start=1)}
+        """Which part of features is added to the output of a layer."""
+        self._is_causal_without_window = arch.media is not None and arch.media.is_causal_without_window
         self._is_last = last
         self.expansion: StreamProjections | None = None
         self.merger: StreamProjections | HyperHead | GatedHead | None = None
@@ -105,6 +111,7 @@ class Decoder(nn.Module):
             last
             and not arch.aux_layers
             and not isinstance(arch.streams, ConnectionSpec)
+            and arch.num_layers - 1 not in targets
             and all(isinstance(mixer, attention_spec.AttentionSpec) for mixer in arch.layers[layers.stop - 1].mixers)
         )
         """Whether batches may set `logits_indices_only`."""
@@ -121,9 +128,13 @@ class Decoder(nn.Module):
         batch's `logits_indices_only`, the output has only each request's last token.
         """
         residual, batch = None, replace(batch, shared=SharedResults())
-        given = self._embed(batch) if x is None else x
+        features: Sequence[Tensor] = ()  # of images and videos, for the embedding and for the first layers' outputs
+        if batch.media_features is not None:
+            features = batch.media_features.split_with_sizes([self._arch.hidden_size] * (1 + len(self._levels)), dim=-1)
+        given = self._embed(batch, features) if x is None else x
         x, inputs = self._divided(given)
         cos_sin = self._cos_sin(batch)
+        causal = batch if batch.key_ends is None else replace(batch, key_ends=None)
         last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
         kept: dict[int, Tensor] = {}
         for number, (layer, own, cache) in enumerate(zip(self.layers.values(), inputs, caches, strict=True)):
@@ -131,8 +142,11 @@ class Decoder(nn.Module):
             if number in self._aux:
                 kept[number] = x if residual is None else residual + x
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
-            step = LayerStep(batch, turns, cache, own, last_tokens if number == last else None)
+            is_causal = self._is_causal_without_window and not getattr(layer.spec.attention, "window", None)
+            step = LayerStep(causal if is_causal else batch, turns, cache, own, last_tokens if number == last else None)
             x, residual = layer(x, residual, step)
+            if batch.media_tokens is not None and features and number in self._levels:
+                x = x.index_add(0, batch.media_tokens, features[self._levels[number]])
         x = x if residual is None else residual + x
         kept[len(self.layers)] = x
         return self._joined(x, given, kept)
@@ -165,13 +179,22 @@ class Decoder(nn.Module):
         return torch.cat((x, *(found[number] for number in (self._aux if self._is_last else numbers))), -1)
 
     def _cos_sin(self, batch: Batch) -> dict[spec_parts.RopeSpec | None, Tensor]:
-        return {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
+        along_axes = batch.positions if batch.rope_positions is None else batch.rope_positions
+        return {
+            rope: rotary(along_axes if rope is not None and rope.sections else batch.positions)
+            for rope, rotary in self._rotary.items()
+        }
 
-    def _embed(self, batch: Batch) -> Tensor:
+    def _embed(self, batch: Batch, features: Sequence[Tensor]) -> Tensor:
         assert self.embedding is not None
-        x: Tensor = self.embedding(batch.token_ids)
+        token_ids, media = batch.token_ids, self._arch.media
+        if batch.media_tokens is not None:  # their own embeddings are not used, and there may be none
+            token_ids = token_ids.index_fill(0, batch.media_tokens, 0)
+        x: Tensor = self.embedding(token_ids)
         if self._arch.embedding_multiplier != 1.0:
             x = x * x.new_full((), self._arch.embedding_multiplier)  # rounded to the type of `x`
+        if batch.media_tokens is not None:
+            x = x.index_copy(0, batch.media_tokens, features[0])
         if self.positions is not None:
             x = x + self.positions(batch.positions)
         x = apply(self.embedding_norm, x)
@@ -180,7 +203,10 @@ class Decoder(nn.Module):
         elif isinstance(self._arch.streams, ConnectionSpec):
             x = x.repeat(1, self._arch.streams.num_streams)
         elif self.layer_inputs is not None:
-            inputs = self.layer_inputs(batch.token_ids, x)
+            token_ids = batch.token_ids
+            if batch.media_tokens is not None and media is not None and media.layer_input_token_id is not None:
+                token_ids = token_ids.index_fill(0, batch.media_tokens, media.layer_input_token_id)
+            inputs = self.layer_inputs(token_ids, x)
             x = torch.cat((x if self.expansion is None else self.expansion.expand(x), inputs), dim=-1)
         return F.pad(x, (0, self._arch.passed_aux_width)) if self._arch.aux_layers else x
 

@@ -14,8 +14,10 @@ from quire.engine.architecture import encoder_spec, feed_forward_spec, model_spe
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import head_norm
 from quire.engine.layers.batch import Batch
+from quire.engine.layers.clipped import ClippedColumnParallelLinear, ClippedRowParallelLinear
 from quire.engine.layers.embedding import VocabParallelEmbedding
-from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.from_spec import FromSpec, if_divisible
+from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import Norm, make_norm
 from quire.engine.layers.rotary import Rotary
@@ -77,8 +79,13 @@ class EncoderAttention(nn.Module):
         query, key, _ = own.shards("attention.qkv")
         self._widths = own.widths("attention.qkv")
         self._queries_per_key = query.length // key.length
-        self.qkv, self.output = own.column_parallel("attention.qkv"), own.row_parallel("attention.output")
+        columns, rows = ColumnParallelLinear, RowParallelLinear
+        if spec.is_clipped:
+            columns, rows = ClippedColumnParallelLinear, ClippedRowParallelLinear
+        self.qkv = own.column_parallel("attention.qkv", columns)
+        self.output = own.row_parallel("attention.output", rows)
         self.query_norm, self.key_norm = head_norm(spec, query, parallel), head_norm(spec, key, parallel)
+        self.value_norm = None if spec.value_norm is None else make_norm(spec.value_norm, spec.head_dim)
 
     def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
@@ -87,35 +94,55 @@ class EncoderAttention(nn.Module):
         query, key, value = (torch.unflatten(part, -1, (-1, spec.head_dim)) for part in parts)
         query = query if self.query_norm is None else self.query_norm(query)
         key = key if self.key_norm is None else self.key_norm(key)
+        value = value if self.value_norm is None else self.value_norm(value)
         if spec.rope is not None:
             query, key = kernels.rotary(query, key, cos_sin)
         if self._queries_per_key > 1:
             key, value = (torch.repeat_interleave(each, self._queries_per_key, dim=1) for each in (key, value))
-        out: Tensor = self.output(kernels.attention(query, key, value, starts, spec.scale, biases).flatten(1))
+        out: Tensor = self.output(self.mix(query, key, value, starts, biases).flatten(1))
         return out
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+        """`[tokens, heads, head_dim]` → the same."""
+        return kernels.attention(query, key, value, starts, self.spec.scale, biases)
 
 
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward, each added to the residual stream, with norms before them or after the addition."""
+    """Attention and feed-forward, each added to the residual stream, with norms before them or after the addition. Each
+    rank has those whole that ranks cannot divide evenly."""
 
     def __init__(
-        self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, *, is_post_norm: bool = True
+        self,
+        spec: model_spec.LayerSpec,
+        hidden_size: int,
+        parallel: Parallel,
+        *,
+        is_post_norm: bool = True,
+        attention: type[EncoderAttention] = EncoderAttention,
     ) -> None:
         super().__init__()
         assert isinstance(spec.attention, encoder_spec.EncoderAttentionSpec)
         assert isinstance(spec.feed_forward, feed_forward_spec.MLPSpec)
         self._is_post_norm = is_post_norm
         self.attention_norm = _norm(spec.attention_norm, hidden_size)
-        self.attention = EncoderAttention(spec.attention, hidden_size, parallel)
+        heads, inner = spec.attention.num_heads, spec.feed_forward.intermediate_size
+        self.attention = attention(spec.attention, hidden_size, if_divisible(parallel, heads))
         self.attention_post_norm = _norm(spec.attention_post_norm, hidden_size)
         self.feed_forward_norm = _norm(spec.feed_forward_norm, hidden_size)
-        self.feed_forward = MLP(spec.feed_forward, hidden_size, parallel)
+        self.feed_forward = MLP(spec.feed_forward, hidden_size, if_divisible(parallel, inner))
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
 
     def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
+        return self.feed(self.attend(x, starts, cos_sin, biases))
+
+    def attend(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
+        """The first half of `forward`."""
         mixed = self.attention(_apply(self.attention_norm, x), starts, cos_sin, biases)
-        x = self._add(x, mixed, self.attention_post_norm)
+        return self._add(x, mixed, self.attention_post_norm)
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The second half of `forward`."""
         return self._add(x, self.feed_forward(_apply(self.feed_forward_norm, x)), self.feed_forward_post_norm)
 
     def _add(self, x: Tensor, more: Tensor, norm: Norm | None) -> Tensor:

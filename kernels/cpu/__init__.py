@@ -375,10 +375,10 @@ def paged_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     biases: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
-    out: Tensor = _operations.paged_attention(
-        query, cache, block_tables, sequence_lengths, query_starts, scale, window, softcap, sinks, slopes, biases
-    )
+    batch = query, cache, block_tables, sequence_lengths, query_starts
+    out: Tensor = _operations.paged_attention(*batch, scale, window, softcap, sinks, slopes, biases, ends)
     return out
 
 

@@ -63,6 +63,7 @@ struct Problem {
   const float *sinks, *slopes;  // per head, or null
   int64_t sinks_stride;         // from one token's sinks to the next one's; 0: they are the same
   std::optional<View> biases;   // see `reference.paged_attention`
+  const int64_t* ends;          // likewise, or null
   bool has_slots;  // `tables` has the slot of each key, instead of the blocks
   Places places;
   int64_t group, head_dim, padded;  // `padded`: head_dim rounded up to whole vectors
@@ -86,6 +87,10 @@ struct Problem {
   }
   // The first key that a query attends to.
   int64_t begin(int64_t position) const { return std::max<int64_t>(0, position + 1 - window); }
+  // The first key after those that query number `number` of a tile attends to.
+  int64_t end(const Tile& tile, int64_t number) const {
+    return ends ? ends[token(tile) + number] : position(tile) + number + 1;
+  }
 };
 
 // The running state of a row of a tile.
@@ -93,6 +98,7 @@ struct Row {
   Floats weight;  // per lane
   float largest, slope;
   int64_t position;    // of its query
+  int64_t end;         // of the keys that its query attends to
   const void* biases;  // of its query and head, or null
 };
 
@@ -224,7 +230,7 @@ float softmax(const Problem& p, int64_t first, int64_t count, int64_t columns, R
   const bool is_adjusted = p.cap > 0.0f || p.slopes || p.biases;
   if (is_adjusted) adjust(p, row, first, columns, scores);
   const float unit = is_adjusted ? 1.0f : p.unit;
-  const int64_t begin = p.begin(row.position) - first, end = std::min(count, row.position + 1 - first);
+  const int64_t begin = p.begin(row.position) - first, end = std::min(count, row.end - first);
   if (begin > 0 || end < columns * kLanes) mask(begin, end, columns, scores);
   Floats top = broadcast(kLowest);
   for (int64_t i = 0; i < columns; ++i) top = max(load(scores + i * kLanes), top);
@@ -368,7 +374,7 @@ void attend_gathered(const Problem& p, Scratch& scratch, const KeyRange& range, 
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t first = block * rows / blocks, few = (block + 1) * rows / blocks - first;
     const int64_t begin = std::max<int64_t>(0, p.begin(scratch.rows[first].position) - range.first) / kLanes * kLanes;
-    const int64_t end = std::min(range.count, scratch.rows[first + few - 1].position + 1 - range.first);
+    const int64_t end = std::min(range.count, scratch.rows[first + few - 1].end - range.first);
     if (end <= begin) continue;
     const int64_t columns = vectors(end - begin), depth = (end - begin + Form::kPerWord - 1) / Form::kPerWord;
     multiply<Form>(few, columns, scratch.queries + first * words, words, scratch.keys + begin, p.keys, scratch.scores,
@@ -410,7 +416,7 @@ void attend(Problem& p, const Item& item, const Item* following, Scratch& scratc
   p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
     const int64_t token = p.token(tile) + query;
     Row& to = scratch.rows[row] = {Floats{has_sink ? 1.0f : 0.0f}, kLowest, p.slopes ? p.slopes[head] : 0.0f,
-                                   p.position(tile) + query, nullptr};
+                                   p.position(tile) + query, p.end(tile, query), nullptr};
     if (has_sink) to.largest = std::max(p.sinks[token * p.sinks_stride + head] * kLog2E, kLowest);
     if (p.biases) {
       const int64_t offset = token * p.biases->stride(0) + head * p.biases->stride(1);
@@ -487,8 +493,7 @@ int64_t plan(Problem& p, int64_t begin_request, int64_t end_request, int64_t kv_
     for (int64_t first = (count - 1) / width * width; first >= 0; first -= width) {
       for (int64_t head = 0; head < kv_heads; ++head) {
         Tile tile{request, head, first, std::min(width, count - first), 1, partials};
-        const int64_t begin = p.begin(p.position(tile));
-        const int64_t end = p.position(tile) + tile.queries, rows = p.rows(tile);
+        const int64_t begin = p.begin(p.position(tile)), end = p.end(tile, tile.queries - 1), rows = p.rows(tile);
         const int64_t length = std::max(rows <= kFewRows || count == 1 ? kSplitFewRows : kSplitManyRows,
                                         (end - begin) * tiles / kPlenty);
         tile.splits = (end - begin + length - 1) / length;
@@ -536,7 +541,7 @@ void compute(Problem& p, int64_t first, int64_t last) {
 Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& block_tables,
                        const Tensor& sequence_lengths, const Tensor& query_starts, double scale, int64_t window,
                        double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& slopes,
-                       const std::optional<Tensor>& biases) {
+                       const std::optional<Tensor>& biases, const std::optional<Tensor>& ends) {
   const int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2), kv_heads = cache.size(2);
   STD_TORCH_CHECK(heads % kv_heads == 0 && block_tables.stride(1) == 1);
   STD_TORCH_CHECK(!slopes || (slopes->numel() == heads && slopes->is_contiguous()), "slopes must be [heads]");
@@ -546,6 +551,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& b
   STD_TORCH_CHECK(!biases || (biases->dim() == 3 && biases->size(0) == tokens && biases->size(1) == heads &&
                               biases->stride(2) == 1 && biases->scalar_type() == query.scalar_type()),
                   "biases must be [tokens, heads, keys], of the type of the query");
+  STD_TORCH_CHECK(!ends || (ends->numel() == tokens && ends->is_contiguous()), "ends must be [tokens]");
   const Tensor rows = query.stride(2) == 1 ? query : as_contiguous(query);
   const Tensor lengths = as_contiguous(sequence_lengths), starts = as_contiguous(query_starts);
   Tensor out = empty(query.sizes(), query.scalar_type());
@@ -562,6 +568,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& b
             slopes ? slopes->const_data_ptr<float>() : nullptr,
             has_own_sinks ? heads : 0,
             biases ? std::optional(View(*biases)) : std::nullopt,
+            ends ? ends->const_data_ptr<int64_t>() : nullptr,
             false,
             Places(cache, head_dim),
             heads / kv_heads,
@@ -602,6 +609,7 @@ Tensor sparse_attention(const Tensor& query, const Tensor& cache, const Tensor& 
               nullptr,
               0,
               std::nullopt,
+              nullptr,
               true,
               Places(cache, head_dim),
               heads / kv_heads,
@@ -624,6 +632,7 @@ QUIRE_OPERATION(sparse_attention,
 QUIRE_OPERATION(
     paged_attention,
     "(Tensor query, Tensor cache, Tensor block_tables, Tensor sequence_lengths, Tensor query_starts, float scale, "
-    "int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? slopes=None, Tensor? biases=None) -> Tensor")
+    "int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? slopes=None, Tensor? biases=None, Tensor? ends=None) "
+    "-> Tensor")
 
 }  // namespace quire

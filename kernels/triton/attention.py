@@ -62,6 +62,7 @@ def _attend(
     heads_at,
     biases_at,
     positions,
+    ends,
     is_row,
     begin,
     seen_by_all,
@@ -92,8 +93,8 @@ def _attend(
 
     Features are split into FIRST and REST (each a power of two; REST may be 0), so that no head size is padded to
     nearly twice its size. Every query sees the keys before `seen_by_all`, unless a window hides them, so these need no
-    mask. Scores are exponents of 2: `scale` and `softcap` include that factor; with a cap, `scale` is multiplied by
-    `2 / cap`.
+    mask, and none sees keys beyond its own of `ends` `[ROWS]`. Scores are exponents of 2: `scale` and `softcap` include
+    that factor; with a cap, `scale` is multiplied by `2 / cap`.
     """
     q_first, q_rest = _load(query + rows_at, is_row, 0, FIRST, HEAD_DIM, True), 0.0
     kind: tl.constexpr = q_first.dtype
@@ -138,7 +139,7 @@ def _attend(
                 bias = tl.load(biases + biases_at[:, None] + number, mask=has_bias, other=0.0)
                 scores += bias.to(tl.float32) * 1.4426950408889634
             if MASKED:
-                scores = tl.where((distance <= 0) & is_key[None, :], scores, float("-inf"))
+                scores = tl.where((place[None, :] < ends[:, None]) & is_key[None, :], scores, float("-inf"))
             if WINDOW:
                 scores = tl.where(distance > -window, scores, float("-inf"))
             news = tl.maximum(greatest, tl.max(scores, axis=1))
@@ -197,6 +198,7 @@ def _prompts_kernel(
     sinks,
     slopes,
     biases,
+    ends,
     out,
     requests,
     group,
@@ -221,6 +223,7 @@ def _prompts_kernel(
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
     BIASES: tl.constexpr,
+    ENDS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
@@ -252,6 +255,10 @@ def _prompts_kernel(
         begin = 0
         if WINDOW:
             begin = tl.maximum(0, length - count + tile * QUERIES - window + 1)
+        own_ends, end = positions + 1, length - count + last
+        if ENDS:
+            own_ends = tl.load(ends + token, mask=is_row, other=0).to(tl.int32)
+            end = tl.load(ends + start + last - 1).to(tl.int32)
         greatest, total, out_first, out_rest = _attend(
             query,
             cache + kv_head.to(tl.int64) * cache_head,
@@ -263,10 +270,11 @@ def _prompts_kernel(
             heads_at,
             token * biases_token + heads_at * biases_head,
             positions,
+            own_ends,
             is_row,
             begin,
             length - count + tile * QUERIES + 1,
-            length - count + last,
+            end,
             scale,
             softcap,
             window,
@@ -385,6 +393,7 @@ def _decodes_kernel(
                 heads_at,
                 start * biases_token + heads_at * biases_head,
                 tl.zeros([HEADS], tl.int32) + length - 1,
+                tl.zeros([HEADS], tl.int32) + length,
                 is_row,
                 begin + part * size,
                 end,
@@ -525,6 +534,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     biases: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """See `quire.kernels.reference`. Heads in a quantized cache must be a multiple of 4. Never waits for the device."""
     if query.stride(-1) != 1:
@@ -561,11 +571,13 @@ def paged_attention(
         # beyond shared memory or gave wrong sums.
         whole = _pieces(head_dim, in_one=is_quantized and most_rows >= 64)
         _prompts_kernel[tokens // queries + requests, kv_heads, triton.cdiv(group, of_heads)](
-            *(*memory, sequence_lengths, query_starts, terms.sinks, terms.slopes, terms.biases, out, requests, group),
+            *(*memory, sequence_lengths, query_starts, terms.sinks, terms.slopes, terms.biases),
+            *(query if ends is None else ends.contiguous(), out, requests, group),
             *(*scores, terms.num_biases, terms.sinks_token, *terms.biases_strides),
             *(*strides[0], out.stride(0), out.stride(1), *strides[1]),
             **(options | dict(zip(("FIRST", "REST"), whole, strict=True))),
             SINKS=sinks is not None,
+            ENDS=ends is not None,
             HEADS=of_heads,
             QUERIES=queries,
             num_warps=8,

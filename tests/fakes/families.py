@@ -46,7 +46,7 @@ _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _WINDOWS = {"sliding_window": 24}
 
 _GROWING = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
-_PIXTRAL = {
+_PIXTRAL: dict[str, Any] = {
     "vision_config": {
         "model_type": "pixtral",
         "hidden_size": 16,
@@ -134,6 +134,7 @@ _VISION = {
         "num_heads": 2,
         "out_hidden_size": 48,
         "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
     }
 }
 _M3 = {
@@ -260,18 +261,26 @@ _LLAMA4 = {
 }
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}}
-_CLIP = {
+_CLIP: dict[str, Any] = {
     "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     | {"image_size": 28, "patch_size": 14},
     "tie_word_embeddings": False,
 }
+_SIGLIP_OF_CLIP = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16}
+_SIGLIP_OF_CLIP |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 _SIGLIP = {
     "vision_config": {"model_type": "siglip2_vision_model", "hidden_size": 16, "intermediate_size": 16}
     | {"num_hidden_layers": 1, "num_attention_heads": 2}
 }
 
+_FOUR_AXES: dict[str, Any] = {"mrope_section": [2, 2, 2, 2]}
+_SAM: dict[str, Any] = {"hidden_size": 16, "mlp_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SAM |= {"image_size": 64, "window_size": 2, "output_channels": 8, "downsample_channels": [8, 16]}
+_READER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_READER |= {"num_key_value_heads": 2}
 _KIMI = {
     "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "projection_hidden_size": 16,
     "text_config": SIZES | _LATENT | {"model_type": "deepseek_v3"},
     "tie_word_embeddings": False,
 }
@@ -871,6 +880,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _VISION
         | {"text_config": SIZES | _MROPE | _EXPERTS | {"head_dim": 12, "num_experts": 6}, "tie_word_embeddings": False},
     ),
+    "Granite Vision 4": (
+        "Granite4VisionForConditionalGeneration",
+        {
+            "vision_config": _SIGLIP_OF_CLIP | {"hidden_size": 64},
+            "qformer_config": {"model_type": "blip_2_qformer", "intermediate_size": 16, "num_hidden_layers": 1},
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[-1, 0]],
+            "spatial_target_layers": [1, 2, 3, 4],
+            "vision_feature_select_strategy": "full",
+            "text_config": SIZES
+            | {"num_hidden_layers": 12, "attention_multiplier": 0.2, "embedding_multiplier": 2.0}
+            | {"logits_scaling": 2.0, "residual_multiplier": 0.5},
+        },
+    ),
+    "Hunyuan VL": (
+        "HunYuanVLForConditionalGeneration",
+        {
+            "vision_config": _CLIP["vision_config"] | {"max_image_size": 56},
+            "text_config": SIZES
+            | {"head_dim": 16}
+            | {"rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 1.0, "alpha": 100.0, **_FOUR_AXES}},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "DeepSeek-OCR 2": (
+        "DeepseekOcr2ForConditionalGeneration",
+        {
+            "vision_config": {"sam_config": _SAM, "encoder_config": _READER},
+            "text_config": SIZES
+            | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            | {"mlp_layer_types": ["dense", *["sparse"] * (SIZES["num_hidden_layers"] - 1)]},
+            "tie_word_embeddings": False,
+        },
+    ),
     "LLaVA": (
         "LlavaForConditionalGeneration",
         _CLIP | {"text_config": SIZES | {"model_type": "llama"}},
@@ -883,6 +926,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "LlavaNextForConditionalGeneration",
         _CLIP
         | {"text_config": SIZES | {"model_type": "granite", "attention_multiplier": 0.2, "residual_multiplier": 0.5}},
+    ),
+    "LLaVA-OneVision": (
+        "LlavaOnevisionForConditionalGeneration",
+        _CLIP | {"text_config": SIZES | {"model_type": "qwen2"}, "vision_config": _SIGLIP_OF_CLIP},
+    ),
+    "LightOnOCR": (
+        "LightOnOcrForConditionalGeneration",
+        _PIXTRAL | {"text_config": SIZES | {"model_type": "qwen3", "head_dim": 12}, "tie_word_embeddings": True},
     ),
     "InternVL over Qwen2": (
         "InternVLForConditionalGeneration",
@@ -916,6 +967,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             | {"model_type": "cohere2", "sliding_window_pattern": 2, "logit_scale": 1.0, **_WINDOWS}
         },
     ),
+    "GLM-4.1V": (
+        "Glm4vForConditionalGeneration",
+        _VISION
+        | {
+            "text_config": SIZES
+            | {"rope_parameters": {**_PLAIN, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "GLM-OCR": (
+        "GlmOcrForConditionalGeneration",
+        _VISION
+        | {
+            "text_config": SIZES
+            | {"rope_parameters": {**_PLAIN, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "PaddleOCR-VL": (
+        "PaddleOCRVLForConditionalGeneration",
+        {
+            "vision_config": _CLIP["vision_config"],
+            "text_config": SIZES | {"head_dim": 12} | {"rope_parameters": {**_PLAIN, "mrope_section": [2, 2, 2]}},
+            "tie_word_embeddings": True,
+        },
+    ),
     "GLM-4.5V": (
         "Glm4vMoeForConditionalGeneration",
         _VISION
@@ -923,6 +1000,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "text_config": SIZES
             | _EXPERTS
             | {"n_routed_experts": 6, "head_dim": 16, "attention_bias": True}
+            | {"rope_parameters": {**_PLAIN, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "GLM-4.6V by its own name": (
+        "Glm46VForConditionalGeneration",
+        _VISION
+        | {
+            "text_config": SIZES
+            | {"model_type": "glm4v_text"}
+            | {"rope_parameters": {**_PLAIN, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "GLM-4.6V by its own name, experts": (
+        "Glm46VForConditionalGeneration",
+        _VISION
+        | {
+            "text_config": SIZES
+            | _EXPERTS
+            | {"model_type": "glm4v_moe_text", "n_routed_experts": 6, "head_dim": 16, "attention_bias": True}
             | {"rope_parameters": {**_PLAIN, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
             "tie_word_embeddings": False,
         },
@@ -989,11 +1087,11 @@ the same at this length, and only there."""
 MODELS = {
     "LlamaForCausalLM": "Llama 2, 3, 3.1 (8B, 70B, 405B), 3.2, 3.3; Yi; InternLM3; DeepSeek-R1-Distill-Llama",
     "Llama4ForCausalLM": "Llama 4, text",
-    "Llama4ForConditionalGeneration": "Llama 4 Scout, Maverick, for text",
+    "Llama4ForConditionalGeneration": "Llama 4 Scout, Maverick",
     "MistralForCausalLM": "Mistral 7B, Nemo, Small",
     "MinistralForCausalLM": "Ministral 8B",
     "Ministral3ForCausalLM": "Ministral 3, text",
-    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2; Ministral 3; Mistral Small 4; for text",
+    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2; Ministral 3; Mistral Small 4",
     "Qwen2ForCausalLM": "Qwen1.5 and Qwen2.5, QwQ; DeepSeek-R1-Distill-Qwen",
     "MiMoForCausalLM": "MiMo-7B",
     "InternLM2ForCausalLM": "InternLM2, InternLM2.5",
@@ -1005,11 +1103,11 @@ MODELS = {
     "GemmaForCausalLM": "Gemma",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3, text (270M, 1B)",
-    "Gemma3ForConditionalGeneration": "Gemma 3 (4B, 12B, 27B), for text",
+    "Gemma3ForConditionalGeneration": "Gemma 3 (4B, 12B, 27B)",
     "Gemma3nForCausalLM": "Gemma 3n, text",
     "Gemma3nForConditionalGeneration": "Gemma 3n (E2B, E4B), for text",
     "Gemma4ForCausalLM": "Gemma 4, text",
-    "Gemma4ForConditionalGeneration": "Gemma 4 (E2B, E4B, 26B-A4B, 31B), for text",
+    "Gemma4ForConditionalGeneration": "Gemma 4 (E2B, E4B, 26B-A4B, 31B)",
     "RecurrentGemmaForCausalLM": "RecurrentGemma 2B, 9B",
     "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3",
@@ -1051,23 +1149,32 @@ MODELS = {
     "Qwen3NextForCausalLM": "Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
     "LaraMiniForCausalLM": "Lara 4 Mini",
     "Qwen3_5ForCausalLM": "Qwen3.5, dense, without its vision part",
-    "Qwen3_5ForConditionalGeneration": "Qwen3.5, dense, for text",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5 and 3.6, dense",
     "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE, without its vision part",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 MoE, for text",
-    "LlavaForConditionalGeneration": "LLaVA 1.5, Pixtral 12B in transformers' format, for text",
-    "LlavaNextForConditionalGeneration": "LLaVA 1.6, Granite Vision 3, for text",
-    "InternVLForConditionalGeneration": "InternVL 2.5 to 3.5 in transformers' format, for text",
-    "Idefics3ForConditionalGeneration": "Idefics3, for text",
-    "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2, for text",
-    "Cohere2VisionForConditionalGeneration": "Command A Vision, for text",
-    "AyaVisionForConditionalGeneration": "Aya Vision 8B, 32B, for text",
-    "Glm4vMoeForConditionalGeneration": "GLM-4.5V, GLM-4.6V, for text",
-    "Qwen2VLForConditionalGeneration": "Qwen2-VL, for text",
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL, for text",
-    "Qwen3VLForConditionalGeneration": "Qwen3-VL, dense, for text",
-    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-30B-A3B, 235B-A22B, for text",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 and 3.6 MoE",
+    "Granite4VisionForConditionalGeneration": "Granite Vision 4",
+    "HunYuanVLForConditionalGeneration": "Hunyuan VL, HunyuanOCR",
+    "DeepseekOcr2ForConditionalGeneration": "DeepSeek-OCR 2 in transformers' format",
+    "LlavaForConditionalGeneration": "LLaVA 1.5, Pixtral 12B in transformers' format",
+    "LlavaNextForConditionalGeneration": "LLaVA 1.6, Granite Vision 3",
+    "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision",
+    "LightOnOcrForConditionalGeneration": "LightOnOCR 1, 2",
+    "InternVLForConditionalGeneration": "InternVL 2.5 to 3.5 in transformers' format",
+    "Idefics3ForConditionalGeneration": "Idefics3",
+    "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2",
+    "Cohere2VisionForConditionalGeneration": "Command A Vision",
+    "AyaVisionForConditionalGeneration": "Aya Vision 8B, 32B",
+    "Glm4vForConditionalGeneration": "GLM-4.1V, GLM-4.6V-Flash",
+    "GlmOcrForConditionalGeneration": "GLM-OCR",
+    "Glm4vMoeForConditionalGeneration": "GLM-4.5V, GLM-4.6V",
+    "Glm46VForConditionalGeneration": "GLM-4.6V, by the name that it has in transformers",
+    "PaddleOCRVLForConditionalGeneration": "PaddleOCR-VL",
+    "Qwen2VLForConditionalGeneration": "Qwen2-VL",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
+    "Qwen3VLForConditionalGeneration": "Qwen3-VL, dense",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-30B-A3B, 235B-A22B",
     "Lfm2ForCausalLM": "LFM2",
-    "Lfm2VlForConditionalGeneration": "LFM2-VL, for text",
+    "Lfm2VlForConditionalGeneration": "LFM2-VL",
     "Lfm2MoeForCausalLM": "LFM2-8B-A1B, LFM2-24B-A2B",
     "Lfm3ForCausalLM": "LFM3",
     "Mamba2ForCausalLM": "Mamba-2, Codestral Mamba",
@@ -1082,10 +1189,10 @@ MODELS = {
     "MiniMaxForCausalLM": "MiniMax-Text-01, in transformers' format",
     "MiniMaxText01ForCausalLM": "MiniMax-Text-01",
     "MiniMaxM3VLForCausalLM": "MiniMax-M3, text, in transformers' format",
-    "MiniMaxM3SparseForConditionalGeneration": "MiniMax-M3, for text",
+    "MiniMaxM3SparseForConditionalGeneration": "MiniMax-M3",
     "MiniMaxM1ForCausalLM": "MiniMax-M1",
     "Step3p5ForCausalLM": "Step 3.5 Flash",
-    "Step3p7ForConditionalGeneration": "Step 3.7 Flash, for text",
+    "Step3p7ForConditionalGeneration": "Step 3.7 Flash",
     "OlmoHybridForCausalLM": "OLMo Hybrid",
     "JambaForCausalLM": "Jamba, Jamba 1.5, 1.6, 1.7, Reasoning",
     "MambaForCausalLM": "Mamba",
@@ -1094,8 +1201,8 @@ MODELS = {
     "RwkvForCausalLM": "RWKV-4",
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, Coder-V2",
     "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1; Kimi K2",
-    "KimiK25ForConditionalGeneration": "Kimi K2.5, for text",
-    "Kimi_K25ForConditionalGeneration": "Kimi K2.5, for text, by transformers' name",
+    "KimiK25ForConditionalGeneration": "Kimi K2.5",
+    "Kimi_K25ForConditionalGeneration": "Kimi K2.5, by transformers' name",
     "Mistral4ForCausalLM": "Mistral Small 4, text",
     "DeepseekV32ForCausalLM": "DeepSeek V3.2, V3.2-Exp",
     "GlmMoeDsaForCausalLM": "GLM-5",
@@ -1106,7 +1213,7 @@ MODELS = {
     "Qwen4ExpForCausalLM": "Qwen4-Exp, without its vision part",
     "Qwen4ExpForConditionalGeneration": "Qwen4-Exp, for text",
     "Glm5NextForCausalLM": "GLM-5.3-Flash, without its vision part",
-    "Glm5NextForConditionalGeneration": "GLM-5.3-Flash, for text",
+    "Glm5NextForConditionalGeneration": "GLM-5.3-Flash",
 }
 """The usual names of an architecture's models."""
 
@@ -1267,7 +1374,10 @@ _PUBLISHED_NAMES: dict[str, dict[str, str]] = {
         "hc_pre.hc_attn_layer.": "hc_attn_layer.hc_pre.",
         "hc_pre.hc_mlp_layer.": "hc_mlp_layer.hc_pre.",
     },
-    "Kimi_K25ForConditionalGeneration": {"language_model.model.blocks.": "language_model.model.layers."},
+    "Kimi_K25ForConditionalGeneration": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    },
     "Qwen3VLMoeForConditionalGeneration": {},
     "KimiLinearForCausalLM": {"layers.0.block_sparse_moe": "layers.0.mlp"},
     "OlmoHybridForCausalLM": {
@@ -1319,6 +1429,16 @@ def stack_experts(folder: Path) -> None:
 
 _STARTS_AT_0 = ("DeepseekV4ForCausalLM", "Glm5NextForConditionalGeneration")
 """Architectures whose corrections of the choice of experts start at 0."""
+_START_AT_0 = (
+    "rel_pos_h",
+    "rel_pos_w",
+    "pos_embed",
+    "cls_token",
+    ".position_embeddings",
+    "mm_input_projection_weight",
+    "pos_emb.position_embeddings",
+)
+"""Parameters of towers that do, too."""
 
 
 def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> Any:
@@ -1342,8 +1462,10 @@ def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> An
                 tensor.normal_(std=0.1)
             elif name.endswith(".ple.conv1d.weight"):
                 tensor.normal_(std=0.5)
-            elif name.endswith(("_input.query", ".static_weight")):
+            elif name.endswith(("_input.query", ".static_weight", *_START_AT_0)):
                 tensor.normal_(std=0.2)
+            elif name.endswith(("put_min", "put_max", "std_bias", "std_scale")):
+                tensor.normal_(-1.5 if name.endswith("_min") else 1.5, 0.3)
             elif name.endswith(("norm.scale", "layer_scalar")):  # which start at 1
                 tensor.add_(torch.randn_like(tensor), alpha=0.2)
             elif name.endswith(".tid2eid"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +26,10 @@ from quire.engine.layers.batch import Batch, KVBlocks
 from quire.engine.layers.compressed import compressed_cache
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.build import load_model
+from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
+from quire.engine.protocol.media import MediaItem
+from quire.engine.worker.media_rows import MediaRows
 from tests.fakes.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -47,9 +52,15 @@ def check_logits(
             assert (result - expected).norm() <= tolerance * expected.norm(), config.parallel
 
 
-def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel, beside: Sequence[Tensor] = ()) -> Tensor:
+def logits(
+    config: EngineConfig,
+    tokens: Tensor,
+    parallel: Parallel,
+    beside: Sequence[Tensor] = (),
+    media: Sequence[tuple[Mapping[str, Tensor], MediaItem]] = (),
+) -> Tensor:
     """One request's logits at every position, all stages one after the other in this process; the requests `beside` it
-    come before it in the batch."""
+    come before it in the batch. `media` are its images, with their arrays."""
     arch, hidden, requests = config.model.architecture, None, [*beside, tokens]
     lengths = torch.tensor([len(each) for each in requests])
     starts, numbers = F.pad(lengths.cumsum(0), (1, 0)), torch.arange(len(requests))
@@ -73,14 +84,27 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel, beside: Seq
         logits_indices=torch.arange(len(positions)),
         groups=groups,
     )
+    if media:
+        assert not beside
+        assert arch.media is not None
+        rows_with_media = MediaRows(1, arch.media, arch.vocab_size, has_axes=arch.has_rope_sections)
+        rows_with_media.add(0, [item for _, item in media], len(tokens))
+        fields, _ = rows_with_media.step(np.array([0]), np.array([0]), np.array([len(tokens)]))
+        changes: dict[str, Any] = {name: torch.from_numpy(values) for name, values in fields.items()}
+        batch = replace(batch, **changes)
     for stage, layers in enumerate(config.parallel.stages):
         decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)
+        own_batch = batch
+        if media and stage == 0:
+            assert isinstance(decoder, Decoder)
+            assert decoder.tower is not None
+            own_batch = replace(batch, media_features=torch.cat([decoder.tower(*each) for each in media]))
         caches: list[LayerCache] = []
         for number in layers:
             source = arch.layers[number].kv_source
             own = layer_cache(arch.layers[number], parallel.size, blocks, dtype, page, len(requests))
             caches.append(own if source is None else own._replace(memory=caches[layers.index(source)].memory))
-        hidden = decoder(hidden, batch, caches)
+        hidden = decoder(hidden, own_batch, caches)
     assert hidden is not None
     assert not isinstance(decoder, Encoder)
     return decoder.logits(hidden)[-len(tokens) :]

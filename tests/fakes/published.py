@@ -20,14 +20,15 @@ UNLIMITED = 262_144
 
 @dataclass(frozen=True)
 class Published:
-    """Published figures of a model. Parts for images and layers for multi-token prediction are not counted, nor are the
-    poolers and heads of encoders."""
+    """Published figures of a model. Towers are counted only with `has_tower`; layers for multi-token prediction are not
+    counted, nor are the poolers and heads of encoders."""
 
     parameters: int | str
     """Exact, or as many digits as are published, rounded or cut off."""
     length: int | None = None
     """None: max_position_embeddings."""
     quantization: str | None = None
+    has_tower: bool = False
 
     def has(self, count: int) -> bool:
         """Whether this number of parameters is the published one."""
@@ -114,7 +115,7 @@ MODELS = {
     "Qwen3-235B-A22B-NVFP4": Published(235_093_634_560, quantization="modelopt"),
     "Qwen3-Coder-480B-A35B-Instruct": Published(480_154_875_392),
     "Qwen3-Next-80B-A3B-Instruct": Published("80B"),
-    "Qwen3-VL-4B-Instruct": Published(4_022_468_096),
+    "Qwen3-VL-4B-Instruct": Published(4_437_815_808, has_tower=True),
     "Qwen3.5-27B": Published("27B"),
     "Qwen3.5-35B-A3B": Published("35B"),
     "Qwen3.5-122B-A10B-NVFP4": Published("122B", quantization="modelopt"),

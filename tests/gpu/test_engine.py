@@ -8,7 +8,7 @@ import io
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,11 +24,13 @@ from quire.engine.process.trace import TraceWriter
 from quire.engine.protocol.profile import ProfileOptions, StartProfile, StopProfile, TracePiece
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from tests.fakes import media_prompts
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.draft_heads import HEAD, write_eagle3, write_mtp
 from tests.fakes.drafts import Always, Recording
 from tests.fakes.families import CASES, SIZES, write_model
+from tests.fakes.media_prompts import MediaPrompt, Picture, media_prompt, write_media_model
 from tests.gpu.conftest import DEVICE
 from tests.integration.engine.core.test_chained_rows import num_chained, watch
 
@@ -53,7 +55,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-def serve(folder: Path, depth: int | None = None, **changes: Any) -> list[list[int]]:
+def serve(
+    folder: Path, depth: int | None = None, prompts: Sequence[MediaPrompt] = (), **changes: Any
+) -> list[list[int]]:
     options = {
         "model": str(folder),
         "device": DEVICE.type,
@@ -69,7 +73,25 @@ def serve(folder: Path, depth: int | None = None, **changes: Any) -> list[list[i
         config = replace(config, scheduler=replace(config.scheduler, depth=depth))
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     with Ranks(config) as ranks:
+        if prompts:
+            media = [prompt.items for prompt in prompts]
+            return ranks.tokens([(prompt.token_ids, params) for prompt in prompts], media=media)
         return ranks.tokens([(prompt, params) for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize("family", ["Qwen2.5-VL", "Qwen3-VL", "Gemma 3"])
+def test_answers_about_pictures_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Positions along three axes in CUDA graphs, features for several layers, and pictures that attend to themselves in
+    both directions."""
+    model = write_media_model(family, tmp_path, **{"sliding_window": 24} if family == "Gemma 3" else {})
+    parts: list[list[int | Picture]] = [
+        [5, Picture((1, 8, 6)), 30],
+        [9],
+        [2, Picture((1, 4, 4)), 3, Picture((1, 6, 6)), 1],
+    ]
+    prompts = [media_prompt(model, each, tmp_path, seed) for seed, each in enumerate(parts)]
+    expected = [media_prompts.generate(model, prompt, COUNT) for prompt in prompts]
+    assert serve(tmp_path, prompts=prompts) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,6 +28,7 @@ KINDS = [
     AttentionLayer(16, 8, 256, 0.0625, window=128, softcap=50.0),
     AttentionLayer(64, 8, 64, 0.125, window=128, has_sinks=True),
     AttentionLayer(32, 32, 80, 0.1, has_alibi=True),
+    AttentionLayer(16, 8, 256, 0.0625, window=128, has_ends=True),
     AttentionLayer(16, 1, 576, 0.07, is_mla=True),
     AttentionLayer(48, 8, 128, 128**-0.5, window=512, has_own_sinks=True, num_biases=512),
     AttentionLayer(32, 8, 128, 1 / 128, num_biases=1024),

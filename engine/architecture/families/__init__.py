@@ -15,6 +15,7 @@ from quire.engine.architecture.families import (
     cohere,
     dbrx,
     deepseek,
+    deepseek_ocr,
     deepseek_v4,
     dots_note,
     ernie,
@@ -22,6 +23,7 @@ from quire.engine.architecture.families import (
     gated_latent,
     gemma,
     glm_next,
+    glm_vl,
     gpt,
     gptj,
     gte,
@@ -39,6 +41,7 @@ from quire.engine.architecture.families import (
     moe,
     nomic,
     olmo,
+    paddleocr,
     phimoe,
     qwen4,
     qwen_next,
@@ -73,13 +76,16 @@ FAMILIES: dict[str, Family] = {
     **ernie.FAMILIES,
     **hunyuan.FAMILIES,
     **deepseek.FAMILIES,
+    **deepseek_ocr.FAMILIES,
     **deepseek_v4.FAMILIES,
     **dots_note.FAMILIES,
     **gated_latent.FAMILIES,
     **glm_next.FAMILIES,
+    **glm_vl.FAMILIES,
     **qwen_next.FAMILIES,
     **qwen4.FAMILIES,
     **qwen_vl.FAMILIES,
+    **paddleocr.FAMILIES,
     **lfm.FAMILIES,
     **mamba.FAMILIES,
     **zamba.FAMILIES,
@@ -113,17 +119,24 @@ def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **part, **shared}
 
 
-def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Map a Hugging Face config to a `ModelSpec`. Raises `ConfigError` if the model is not supported."""
+def from_hf_config(config: Mapping[str, Any], *, media: bool = True) -> ModelSpec:
+    """Map a Hugging Face config to a `ModelSpec`, without `media` to the text part alone. Raises `ConfigError` if the
+    model is not supported."""
     names = config.get("architectures") or []
     name = next((n for n in names if n in FAMILIES), None)
     if name is None:
         raise ConfigError(f"{', '.join(names) or 'the model'} has no implementation of Quire's own")
+    family, remedy = FAMILIES[name], ""
     try:
-        return FAMILIES[name].architecture(name, FAMILIES[name].complete(config))
+        complete = family.complete(config)
+        arch = family.architecture(name, complete)
+        if media and family.media is not None and isinstance(config.get("vision_config"), Mapping):
+            remedy = "; with --language-model-only, the model takes only text"
+            arch = family.media(arch, complete)
+        return arch
     except KeyError as missing:
-        raise ConfigError(f"config.json lacks {missing}, which {name} needs") from None
+        raise ConfigError(f"config.json lacks {missing}, which {name} needs{remedy}") from None
     except (TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ConfigError):
-            raise ConfigError(f"{name}: {error}") from None
-        raise ConfigError(f"config.json has a value that {name} cannot use: {error}") from None
+            raise ConfigError(f"{name}: {error}{remedy}") from None
+        raise ConfigError(f"config.json has a value that {name} cannot use: {error}{remedy}") from None

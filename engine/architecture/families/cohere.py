@@ -5,6 +5,7 @@ Logits are multiplied in models that take images, too; transformers' classes of 
 
 from __future__ import annotations
 
+from quire.engine.architecture.families import vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
@@ -67,8 +68,20 @@ _COHERE2 = {**_COMMON, "sliding_window": 4096}
 FAMILIES = {
     "CohereForCausalLM": Family(_cohere, NAMES, {**_COMMON, "rope_theta": 500000.0}),
     "Cohere2ForCausalLM": Family(_cohere, NAMES, _COHERE2),
-    "Cohere2VisionForConditionalGeneration": Family(_cohere, of_multimodal(NAMES), _COHERE2, ignored_prefixes=NOT_TEXT),
+    "Cohere2VisionForConditionalGeneration": Family(
+        _cohere,
+        of_multimodal(NAMES) | vit.SIGLIP_NAMES,
+        _COHERE2,
+        ignored_prefixes=NOT_TEXT,
+        ignored_pattern=vit.UNUSED,
+        media=vit.with_tower(vit.cohere2_vision),
+    ),
     "AyaVisionForConditionalGeneration": Family(
-        _aya_vision, in_language_model(NAMES), _COHERE2, ignored_prefixes=NOT_TEXT
+        _aya_vision,
+        in_language_model(NAMES) | vit.SIGLIP_NAMES,
+        _COHERE2,
+        ignored_prefixes=NOT_TEXT,
+        ignored_pattern=vit.UNUSED,
+        media=vit.with_tower(vit.aya_vision),
     ),
 }

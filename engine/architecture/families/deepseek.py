@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from quire.engine.architecture.attention_spec import IndexerSpec, MLASpec
+from quire.engine.architecture.families import vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
@@ -50,7 +51,7 @@ def _deepseek(name: str, config: Config, experts: MoESpec | None = None) -> Mode
     )
     dense = feed_forward(config)
     if experts is None:
-        experts = _softmax_experts(config) if name.startswith("DeepseekV2") else sigmoid_experts(config)
+        experts = softmax_experts(config) if name.startswith("DeepseekV2") else sigmoid_experts(config)
     layers = [
         LayerSpec(
             attention=attention,
@@ -58,12 +59,12 @@ def _deepseek(name: str, config: Config, experts: MoESpec | None = None) -> Mode
             feed_forward=experts if is_sparse else dense,
             feed_forward_norm=norm,
         )
-        for is_sparse in _are_mixtures(config)
+        for is_sparse in are_mixtures(config)
     ]
     return architecture(name, config, layers, norm)
 
 
-def _are_mixtures(config: Config) -> list[bool]:
+def are_mixtures(config: Config) -> list[bool]:
     """Whether the layers have experts: by the list of V3.2 and GLM-5, or all after the first ones."""
     count, first = int(config["num_hidden_layers"]), int(config["first_k_dense_replace"])
     kinds = config.get("mlp_layer_types") or [("dense", "sparse")[number >= first] for number in range(count)]
@@ -108,7 +109,7 @@ def indexer_types(config: Config) -> list[str]:
     return ["shared" if max(number - after, 0) % every else "full" for number in numbers]
 
 
-def _softmax_experts(config: Config) -> MoESpec:
+def softmax_experts(config: Config) -> MoESpec:
     """V2: softmax scores, and optionally groups that are chosen by their best expert."""
     require(config, "topk_method", "greedy", "group_limited_greedy")
     require(config, "scoring_func", "softmax")
@@ -213,7 +214,7 @@ MISTRAL4 = {
 
 def _kimi_names(arch: ModelSpec) -> Mapping[str, str]:
     """Kimi K2.5 takes images, too."""
-    return in_language_model(names(arch))
+    return in_language_model(names(arch)) | vit.KIMI_K25_NAMES
 
 
 FAMILIES = {
@@ -253,6 +254,6 @@ FAMILIES = {
     "Mistral4ForCausalLM": Family(mistral4, mistral4_names, MISTRAL4),
     **dict.fromkeys(
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),  # its publisher's, and transformers'
-        Family(_deepseek, _kimi_names, V3, ignored_prefixes=NOT_TEXT),
+        Family(_deepseek, _kimi_names, V3, ignored_prefixes=NOT_TEXT, media=vit.with_tower(vit.kimi_k25)),
     ),
 }

@@ -93,6 +93,8 @@ class Family:
     """For a layer, a module and its part: the rows of the part in the checkpoint's tensor. None: in order."""
     leading_ones: frozenset[str] = frozenset()
     """Vectors that are stored as `[1, size]`, by module and parameter."""
+    scalars: frozenset[str] = frozenset()
+    """Vectors of size 1 that are stored without dimensions, by module and parameter."""
     ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of tensors that are not part of the model and are ignored without a warning."""
     ignored_pattern: str = r"rotary_emb\.inv_freq$"
@@ -101,6 +103,9 @@ class Family:
     """The head of `…ForSequenceClassification`; its last layer has a row for each label."""
     after_layers: str = ""
     """The purpose of extra layers after the last one, in checkpoints that have some; they are not part of the model."""
+    media: Callable[[ModelSpec, Config], ModelSpec] | None = None
+    """Gives the model its tower, described in config.json's vision_config; the tower's modules are in `names` behind
+    `tower.`. None: Quire has no tower for the family."""
     draft_heads: Mapping[str, DraftHeadLayout] = field(default_factory=dict)
     """How checkpoints store heads that draft, by method: mtp with the model, others in a checkpoint of their own."""
 
@@ -192,6 +197,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "relu2": "relu2",
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quire.engine.architecture.encoder_spec import bidirectional
+from quire.engine.architecture.families import vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
@@ -366,11 +367,17 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family(_gemma2, _BOTH, _GEMMA3),
     "Gemma4ForCausalLM": Family(_gemma4, _GEMMA4_NAMES, _GEMMA4, ignored_pattern=_UNUSED),
     "Gemma4ForConditionalGeneration": Family(
-        _gemma4, of_multimodal(_GEMMA4_NAMES), _GEMMA4, ignored_prefixes=NOT_TEXT, ignored_pattern=_UNUSED
+        _gemma4,
+        of_multimodal(_GEMMA4_NAMES) | vit.GEMMA4_NAMES,
+        _GEMMA4,
+        scalars=vit.GEMMA4_SCALARS,
+        ignored_prefixes=NOT_TEXT,
+        ignored_pattern=_UNUSED,
+        media=vit.with_tower(vit.gemma4),
     ),
     "Gemma3ForConditionalGeneration": Family(
         _gemma2,
-        of_multimodal(_BOTH),
+        of_multimodal(_BOTH) | vit.GEMMA3_NAMES,
         {
             **_GEMMA3,
             "vocab_size": 262208,
@@ -379,6 +386,9 @@ FAMILIES = {
             "num_hidden_layers": 26,
             "num_attention_heads": 8,
         },
+        is_transposed=lambda module: module == "tower.projector.down",
         ignored_prefixes=NOT_TEXT,
+        ignored_pattern=vit.UNUSED,
+        media=vit.with_tower(vit.gemma3),
     ),
 }

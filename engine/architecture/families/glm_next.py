@@ -21,6 +21,7 @@ from quire.engine.architecture.families.family import (
     require,
     rms_norm,
 )
+from quire.engine.architecture.families.glm_vl import TOWER, glm5_media
 from quire.engine.architecture.families.kimi_linear import KIMI_NAMES
 from quire.engine.architecture.families.moe import sigmoid_experts
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
@@ -145,7 +146,7 @@ _NAMES = {
 
 def _names(arch: ModelSpec) -> Mapping[str, str]:
     own = deepseek.names(arch) | _NAMES
-    return of_multimodal(own) if arch.name == "Glm5NextForConditionalGeneration" else own
+    return of_multimodal(own) | TOWER if arch.name == "Glm5NextForConditionalGeneration" else own
 
 
 _DEFAULTS = {
@@ -180,6 +181,7 @@ _DEFAULTS = {
     "hc_mult": 4,
     "hc_eps": 1e-6,
     "hc_sinkhorn_iters": 20,
+    "image_token_id": 154854,
 }
 FAMILIES = {
     name: Family(
@@ -189,6 +191,7 @@ FAMILIES = {
         aliases={"num_local_experts": "n_routed_experts"},
         ignored_prefixes=NOT_TEXT,
         after_layers="multi-token prediction",
+        media=media,
     )
-    for name in ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
+    for name, media in (("Glm5NextForCausalLM", None), ("Glm5NextForConditionalGeneration", glm5_media))
 }

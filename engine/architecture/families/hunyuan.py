@@ -1,11 +1,14 @@
-"""Hunyuan V1, dense and mixtures: queries and keys are normalized after they are rotated."""
+"""Hunyuan V1, dense and mixtures: queries and keys are normalized after they are rotated. Hunyuan VL is the dense one
+with a tower."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.families import vit
 from quire.engine.architecture.families.family import (
     Config,
     Family,
@@ -47,6 +50,30 @@ def _hunyuan(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
 
 
+def _hunyuan_vl(name: str, config: Config) -> ModelSpec:
+    """Positions have a kind of scaling of their own, which is the dense model's."""
+    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if "xdrope" in (settings.get("rope_type"), settings.get("type")):
+        settings |= {"rope_type": "dynamic", "type": "dynamic"}
+    return _hunyuan(name, {**config, "rope_scaling": None, "rope_parameters": settings})
+
+
+def _media(arch: ModelSpec, config: Config) -> ModelSpec:
+    settings: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    sections = tuple(map(int, settings.get("mrope_section") or settings["xdrope_section"]))
+
+    def of(layer: LayerSpec) -> LayerSpec:
+        attention = layer.attention
+        assert isinstance(attention, AttentionSpec)
+        assert attention.rope is not None
+        turns = replace(attention.rope, sections=sections, splits_features=True)
+        return replace(layer, attention=replace(attention, rope=turns))
+
+    changed = {layer: of(layer) for layer in set(arch.layers)}
+    media = replace(vit.hunyuan(config), place_axes=len(sections))
+    return replace(arch, layers=tuple(changed[layer] for layer in arch.layers), media=media)
+
+
 def _hunyuan_moe(name: str, config: Config) -> ModelSpec:
     """Some settings may be lists, with a value for each layer."""
     require(config, "use_mixed_mlp_moe", True)
@@ -78,6 +105,15 @@ _QK_NORM = {
 _COMMON = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 FAMILIES = {
     "HunYuanDenseV1ForCausalLM": Family(_hunyuan, NAMES | _QK_NORM, _COMMON),
+    "HunYuanVLForConditionalGeneration": Family(
+        _hunyuan_vl,
+        NAMES | _QK_NORM | vit.HUNYUAN_NAMES,
+        {**_COMMON, "tie_word_embeddings": True, "image_token_id": 120120},
+        {"attention_head_dim": "head_dim", "org_vocab_size": "vocab_size"},
+        ignored_prefixes=("vit.",),
+        ignored_pattern=r"rotary_emb\.inv_freq$|^vit\.perceive\.image_sep$",
+        media=_media,
+    ),
     "HunYuanMoEV1ForCausalLM": Family(
         _hunyuan_moe,
         NAMES_BY_EXPERT

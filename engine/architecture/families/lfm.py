@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.engine.architecture.families import vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
@@ -160,7 +161,14 @@ _LFM2 = (
 )
 FAMILIES = {
     "Lfm2ForCausalLM": Family(_lfm2, _NAMES, _LFM2),
-    "Lfm2VlForConditionalGeneration": Family(_lfm2, of_multimodal(_NAMES), _LFM2, ignored_prefixes=NOT_TEXT),
+    "Lfm2VlForConditionalGeneration": Family(
+        _lfm2,
+        of_multimodal(_NAMES) | vit.LFM2_NAMES,
+        _LFM2,
+        ignored_prefixes=NOT_TEXT,
+        ignored_pattern=vit.UNUSED,
+        media=vit.with_tower(vit.lfm2_vl),
+    ),
     "Lfm2MoeForCausalLM": Family(
         _lfm2_moe,
         _NAMES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.families import vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
@@ -110,6 +111,11 @@ def _is_transposed(module: str) -> bool:
 FAMILIES = {
     "Llama4ForCausalLM": Family(_llama4, _NAMES, _DEFAULTS, is_transposed=_is_transposed),
     "Llama4ForConditionalGeneration": Family(
-        _llama4, of_multimodal(_NAMES), _DEFAULTS, is_transposed=_is_transposed, ignored_prefixes=NOT_TEXT
+        _llama4,
+        of_multimodal(_NAMES) | vit.LLAMA4_NAMES,
+        _DEFAULTS,
+        is_transposed=_is_transposed,
+        ignored_prefixes=NOT_TEXT,
+        media=vit.with_tower(vit.llama4),
     ),
 }

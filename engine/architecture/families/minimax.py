@@ -3,6 +3,7 @@ attention to selected blocks of tokens, and experts as in M2 beside a shared one
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.engine.architecture.attention_spec import BlockIndexerSpec
@@ -16,6 +17,7 @@ from quire.engine.architecture.families.family import (
     attention,
     head_dim,
     in_language_model,
+    layer_norm,
     layers_by_kind,
     require,
     rms_norm,
@@ -23,11 +25,13 @@ from quire.engine.architecture.families.family import (
 )
 from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.families.moe import MIXTRAL_NAMES, NAMES_BY_EXPERT, STACKED_EXPERTS
+from quire.engine.architecture.families.qwen_vl import grid_media
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.recurrent_spec import LightningSpec
 from quire.engine.architecture.residual_spec import NormedResidualSpec
-from quire.engine.architecture.spec_parts import NormSpec
+from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
+from quire.engine.architecture.tower_spec import MergerSpec
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -149,6 +153,42 @@ def _minimax_m3(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm)
 
 
+def _m3_media(arch: ModelSpec, config: Config) -> ModelSpec:
+    """With positions along time, rows and columns, for as many of a head's features as are a multiple of 6."""
+    vision = config["vision_config"]
+    own = {"num_heads": 16, "depth": 32, "in_channels": 3, **vision}
+    for name, same in (("num_heads", "attention_heads"), ("depth", "hidden_layers"), ("in_channels", "channels")):
+        own[name] = int(vision.get(f"num_{same}", own[name]))
+    width, output = int(own.get("hidden_size", 1280)), arch.hidden_size
+    theta = (vision.get("rope_parameters") or vision).get("rope_theta") or 10000.0
+    rope = RopeSpec(theta=float(theta), dim=width // own["num_heads"] // 6 * 6)
+    norm = layer_norm(own.get("layer_norm_eps", 1e-5))
+    inner = MLPSpec(
+        intermediate_size=int(own.get("intermediate_size", 5120)),
+        activation=activation(own.get("hidden_act", "gelu")),
+        is_gated=False,
+        bias=True,
+    )
+    squares = int(own.get("spatial_merge_size", 2)) ** 2
+    projector = MergerSpec(width=width, merged=1, output=output, inner=int(config["projector_hidden_size"]), norm=None)
+    media = grid_media(
+        arch,
+        {**config, "vision_config": own},
+        width,
+        norm,
+        inner,
+        output,
+        patch_bias=False,
+        attention={"rope": rope},
+        embedding_norm=norm,
+        projector=projector,
+        merger=replace(projector, width=output, merged=squares),
+        turns_by_time=True,
+        is_joint=True,
+    )
+    return replace(arch, media=media)
+
+
 def _rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     """Each head has its query, key and value together."""
     if not isinstance(layer.state, LightningSpec) or module != "layers.state.input" or part == "gate":
@@ -229,6 +269,26 @@ _M3_PUBLISHED_NAMES = {
     "layers.attention.indexer.query_norm": "model.layers.{layer}.self_attn.index_q_norm",
     "layers.attention.indexer.key_norm": "model.layers.{layer}.self_attn.index_k_norm",
 }
+_M3_VISION = "vision_tower.vision_model"
+_M3_TOWER = {
+    "tower.patches": f"{_M3_VISION}.embeddings.patch_embedding",
+    "tower.embedding_norm": f"{_M3_VISION}.pre_layrnorm",
+    **{
+        f"tower.layers.{module}": f"{_M3_VISION}.encoder.layers.{{layer}}.{name}"
+        for module, name in {
+            "attention_norm": "layer_norm1",
+            "attention.qkv": "self_attn.{part}_proj",
+            "attention.output": "self_attn.out_proj",
+            "feed_forward_norm": "layer_norm2",
+            "feed_forward.gate_up": "mlp.fc1",
+            "feed_forward.down": "mlp.fc2",
+        }.items()
+    },
+    "tower.projector.up": "multi_modal_projector.linear_1",
+    "tower.projector.down": "multi_modal_projector.linear_2",
+    "tower.merger.up": "patch_merge_mlp.linear_1",
+    "tower.merger.down": "patch_merge_mlp.linear_2",
+}
 _BUFFERS = r"self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"
 FAMILIES = {
     "MiniMaxForCausalLM": Family(_minimax, _NAMES, _DEFAULTS, rows=_rows, ignored_pattern=_BUFFERS),
@@ -239,9 +299,11 @@ FAMILIES = {
     "MiniMaxM3VLForCausalLM": Family(_minimax_m3, _M3_NAMES, _M3),
     "MiniMaxM3SparseForConditionalGeneration": Family(
         _minimax_m3,
-        in_language_model(_M3_PUBLISHED_NAMES),
-        _M3,
-        ignored_prefixes=(*NOT_TEXT, "patch_merge_mlp."),
+        in_language_model(_M3_PUBLISHED_NAMES) | _M3_TOWER,
+        _M3 | {"image_token_id": 200025, "video_token_id": 200026, "projector_hidden_size": 6144},
+        aliases={"image_token_index": "image_token_id", "video_token_index": "video_token_id"},
+        media=_m3_media,
+        ignored_prefixes=(*NOT_TEXT, "patch_merge_mlp.", "model.patch_merge_mlp."),
         ignored_pattern=r"rotary_emb\.inv_freq$|(^|\.)mtp\.",
         after_layers="multi-token prediction",
     ),

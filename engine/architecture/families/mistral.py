@@ -1,12 +1,13 @@
-"""Ministral, and the text part of Mistral's models that take images: Mistral Small 3, Ministral 3, Mistral 4."""
+"""Ministral, and Mistral's models that take images: Mistral Small 3, Ministral 3, Mistral 4."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.engine.architecture.attention_spec import MLASpec
-from quire.engine.architecture.families import deepseek, llama
+from quire.engine.architecture.families import deepseek, llama, vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
@@ -50,9 +51,15 @@ def _mistral3(name: str, config: Config) -> ModelSpec:
     return of_kind(name, {**defaults, **config})
 
 
+def _mistral3_media(arch: ModelSpec, config: Config) -> ModelSpec:
+    """The projector has the text part's norm, whose default depends on the part."""
+    assert arch.norm is not None
+    return replace(arch, media=vit.mistral3({**config, "rms_norm_eps": arch.norm.eps}))
+
+
 def _mistral3_names(arch: ModelSpec) -> Mapping[str, str]:
     is_fourth = isinstance(arch.layers[0].attention, MLASpec)
-    return of_multimodal(deepseek.mistral4_names(arch) if is_fourth else NAMES)
+    return of_multimodal(deepseek.mistral4_names(arch) if is_fourth else NAMES) | vit.names(arch)
 
 
 _ROPE = {
@@ -76,5 +83,11 @@ _MINISTRAL3 = {
 FAMILIES = {
     "MinistralForCausalLM": Family(llama.mistral, NAMES, llama.MISTRAL),
     "Ministral3ForCausalLM": Family(_ministral3, NAMES, _MINISTRAL3),
-    "Mistral3ForConditionalGeneration": Family(_mistral3, _mistral3_names, ignored_prefixes=NOT_TEXT),
+    "Mistral3ForConditionalGeneration": Family(
+        _mistral3,
+        _mistral3_names,
+        ignored_prefixes=NOT_TEXT,
+        ignored_pattern=vit.UNUSED,
+        media=_mistral3_media,
+    ),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from quire.engine.architecture.families.family import (
-    NOT_TEXT,
     Config,
     DraftHeadLayout,
     Family,
@@ -13,7 +12,6 @@ from quire.engine.architecture.families.family import (
     attention,
     feed_forward,
     head_dim,
-    of_multimodal,
     require,
     rms_norm,
     rope,
@@ -141,7 +139,7 @@ _GRANITE_NAMES = NAMES | {
 }
 
 
-def _glm4_moe(name: str, config: Config) -> ModelSpec:
+def glm4_moe(name: str, config: Config) -> ModelSpec:
     """The first layers are dense; routing is DeepSeek-V3's."""
     norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     dense, experts = feed_forward(config), sigmoid_experts(config)
@@ -287,10 +285,10 @@ QWEN_MOE = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": False,
 }
-_GLM4_NAMES = NAMES_BY_EXPERT | {
+GLM4_NAMES = NAMES_BY_EXPERT | {
     "layers.feed_forward.router.correction_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias"
 }
-_GLM4 = {
+GLM4 = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "partial_rotary_factor": 0.5,
@@ -338,21 +336,15 @@ FAMILIES = {
         },
     ),
     "Glm4MoeForCausalLM": Family(
-        _glm4_moe,
-        _GLM4_NAMES,
-        _GLM4,
+        glm4_moe,
+        GLM4_NAMES,
+        GLM4,
         after_layers="multi-token prediction",
         draft_heads={"mtp": MTP_LAYER},
     ),
-    "Glm4vMoeForConditionalGeneration": Family(
-        _glm4_moe,
-        of_multimodal(_GLM4_NAMES),
-        {**_GLM4, "max_position_embeddings": 65536, "attention_bias": True},
-        ignored_prefixes=NOT_TEXT,
-    ),
     "Dots1ForCausalLM": Family(
         _dots1,
-        _GLM4_NAMES,
+        GLM4_NAMES,
         {
             "max_position_embeddings": 2048,
             "first_k_dense_replace": 0,

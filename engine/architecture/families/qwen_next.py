@@ -24,6 +24,7 @@ from quire.engine.architecture.families.family import (
     rope,
 )
 from quire.engine.architecture.families.moe import NAMES_BY_EXPERT, STACKED_EXPERTS
+from quire.engine.architecture.families.qwen_vl import QWEN3_TOWER, qwen3_media
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.recurrent_spec import GatedDeltaNetSpec
@@ -131,6 +132,10 @@ def _qwen35_moe(name: str, config: Config) -> ModelSpec:
     return _hybrid(name, config, [gated_experts(config, renormalize=True)] * int(config["num_hidden_layers"]))
 
 
+def _media(arch: ModelSpec, config: Config) -> ModelSpec:
+    return qwen3_media(arch, config, sections=(11, 11, 10), has_levels=False)
+
+
 def _next_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     """Each key head has all parts together."""
     spec = layer.state
@@ -180,6 +185,7 @@ _QWEN35_MOE_DEFAULTS = _DEFAULTS | {
     "num_experts_per_tok": 8,
     "num_experts": 256,
 }
+_TOKENS = {"image_token_id": 248056, "video_token_id": 248057}
 NOT_TEXT = ("mtp.", "model.visual.")
 _LARA_KINDS = (*("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention"),)
 _LARA_NAMES = (
@@ -251,8 +257,9 @@ FAMILIES = {
     ),
     "Qwen3_5ForConditionalGeneration": Family(
         _qwen35,
-        of_multimodal(QWEN35_NAMES),
-        _QWEN35_DEFAULTS,
+        of_multimodal(QWEN35_NAMES) | QWEN3_TOWER,
+        _QWEN35_DEFAULTS | _TOKENS,
+        media=_media,
         rows=gate_rows,
         ignored_prefixes=NOT_TEXT,
         draft_heads={"mtp": _QWEN35_MTP},
@@ -262,8 +269,9 @@ FAMILIES = {
     ),
     "Qwen3_5MoeForConditionalGeneration": Family(
         _qwen35_moe,
-        of_multimodal(QWEN35_NAMES | STACKED_EXPERTS),
-        _QWEN35_MOE_DEFAULTS,
+        of_multimodal(QWEN35_NAMES | STACKED_EXPERTS) | QWEN3_TOWER,
+        _QWEN35_MOE_DEFAULTS | _TOKENS,
+        media=_media,
         rows=gate_rows,
         ignored_prefixes=NOT_TEXT,
     ),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from quire.engine.architecture.families import vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
@@ -195,4 +196,9 @@ _FAMILY = Family(
     after_layers="multi-token prediction",
     draft_heads={"mtp": _MTP},
 )
-FAMILIES = dict.fromkeys(("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"), _FAMILY)
+FAMILIES = {
+    "Step3p5ForCausalLM": _FAMILY,
+    "Step3p7ForConditionalGeneration": replace(
+        _FAMILY, names=_NAMES | vit.STEP37_NAMES, media=vit.with_tower(vit.step37)
+    ),
+}

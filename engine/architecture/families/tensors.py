@@ -19,7 +19,7 @@ from quire.engine.architecture.families.family import Family
 from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, TransformersModelSpec
 from quire.engine.architecture.residual_spec import SharedBlockSpec
-from quire.engine.architecture.spec_parts import Shape
+from quire.engine.architecture.spec_parts import Shape, without_number
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class StoredTensor:
     is_stacked: bool
     """All experts are stacked in this tensor."""
     is_grid: bool
-    """It has a dimension for heads, or one of size 1, which our parameter does not have."""
+    """It has a dimension for heads, or one of size 1, which our parameter does not have, or none at all."""
 
     def named(self, arch: ModelSpec, number: int | None, expert: int | None = None) -> str:
         """The name with the numbers of the layer, which is `number` in the model, the one before it, and the expert."""
@@ -72,6 +72,8 @@ def stored_tensor(
             shape = (layer.feed_forward.num_experts, *shape)
     is_grid = f"{module}.{kind}" in family.leading_ones
     shape = (1, *shape) if is_grid else shape
+    if f"{module}.{kind}" in family.scalars:
+        is_grid, shape = True, ()
     if layer is not None and isinstance(layer.attention, AttentionSpec) and layer.attention.qk_norm_over == "each head":
         is_grid = module in ("layers.attention.query_norm", "layers.attention.key_norm")
         shape = (shape[0] // layer.attention.head_dim, layer.attention.head_dim) if is_grid else shape
@@ -191,7 +193,8 @@ def _parameters(
                 yield number, arch.layers[number], each.module, each.kind, each.parts
     else:
         for each in chain(arch.parameters_before(), arch.parameters_after(has_head=has_head)):
-            yield None, None, each.module, each.kind, each.parts
+            module, layer_of_tower = without_number(each.module)
+            yield layer_of_tower, None, module, each.kind, each.parts
     for number, layer in enumerate(arch.layers):
         for each in layer.parameters(arch.hidden_size):
             yield number, layer, f"layers.{each.module}".rstrip("."), each.kind, each.parts

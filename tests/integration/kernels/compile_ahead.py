@@ -175,7 +175,7 @@ def every_call(types: list[torch.dtype]) -> Iterator[Example]:
             yield examples.activation(inputs, 4, 2048, activation)
         for heads in ((32, 8, 128), (16, 8, 256), (32, 32, 80)):
             layer = AttentionLayer(*heads, 0.1)
-            own = replace(layer, window=128, has_own_sinks=True, num_biases=128)
+            own = replace(layer, window=128, has_own_sinks=True, num_biases=128, has_ends=True)
             for of_cache in (dtype, *LARGEST):
                 yield examples.cache_write(inputs, 9, heads, heads[2], of_cache)
                 yield examples.attention(inputs, requests, layer, of_cache)

@@ -46,6 +46,7 @@ def dense(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     biases: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """`[queries, heads, head_dim]` in float64; the queries are the last of the tokens that have keys and values."""
     queries, heads, head_dim = query.shape
@@ -61,7 +62,9 @@ def dense(
     if biases is not None:
         for number, each in enumerate(biases.double().transpose(0, 1).flip(-1).unbind(-1)):  # by distance
             scores = scores + each[..., None] * (distance == -number)
-    seen = (distance <= 0) & (distance > -window) if window else distance <= 0
+    seen = distance <= 0 if ends is None else torch.arange(tokens) < ends[:, None]
+    if window:
+        seen &= distance > -window
     weights = scores.masked_fill(~seen, -torch.inf).exp()
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
@@ -79,10 +82,11 @@ def build(
     *,
     num_biases: int = 0,
     has_own_sinks: bool = False,
+    run_length: int = 0,
     **options: Any,
 ) -> Case:
     """Random keys and values for requests of (context, queries), written into shuffled blocks of a dirty cache; and,
-    on request, random biases and sinks of each query."""
+    on request, random biases and sinks of each query, and ends of runs of this length or less."""
     torch.manual_seed(len(requests) * 1000 + heads)
     lengths, counts = [context + count for context, count in requests], [count for _, count in requests]
     width = max(-(-length // block_size) for length in lengths)
@@ -99,11 +103,20 @@ def build(
         queries.append(query)
         own = {"biases": torch.randn(count, heads, num_biases)} if num_biases else {}
         own |= {"sinks": torch.randn(count, heads)} if has_own_sinks else {}
+        own |= {"ends": ends_of_runs(length, run_length)[-count:]} if run_length else {}
         for name, each in own.items():
             of_tokens.setdefault(name, []).append(each)
         expected.append(dense(query, key, value, **options | own).float())
     options |= {name: torch.cat(each) for name, each in of_tokens.items()}
     return Case(torch.cat(queries), cache, tables, lengths, counts, torch.cat(expected), options)
+
+
+def ends_of_runs(length: int, most: int) -> Tensor:
+    """The end of the run of each of so many tokens, many of which are a run of their own."""
+    ends = [0]
+    while ends[-1] < length:
+        ends.append(min(length, ends[-1] + (1 if torch.rand(()) < 0.8 else int(torch.randint(1, most + 1, ())))))
+    return torch.tensor(ends[1:]).repeat_interleave(torch.tensor(ends).diff())
 
 
 def of_heads(heads: int, *names: str, window: int = 0) -> dict[str, Any]:
@@ -256,6 +269,22 @@ def test_biases_of_every_type_are_those_of_the_reference(
     given = dict(case.options) | {"biases": case.options["biases"].to(dtype)}
     case = case._replace(query=case.query.to(dtype), cache=converted(case.cache, torch.bfloat16), options=given)
     close(case.run(), case.run(reference.paged_attention), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("window", "names"), [(0, ()), (100, ()), (30, ALL)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (14, 2, 40), (32, 1, 16)])
+def test_queries_see_the_keys_up_to_the_end_of_their_run(
+    window: int, names: tuple[str, ...], heads: int, kv_heads: int, head_dim: int, implementation: str
+) -> None:
+    """Runs that cross tiles, are longer than the window or began before the step."""
+    requests = [(700, 1), (1300, 40), (0, 330), (1100, 2), (510, 1), (0, 1), (230, 60), (0, 300), (90, 1)]
+    options = of_heads(heads, *names, window=window) | {"num_biases": 20 if names else 0}
+    case = build(requests, heads, kv_heads, head_dim, 16, run_length=150, **options)
+    assert (case.options["ends"].diff() == 0).sum() > 100
+    torch.testing.assert_close(case.run(), case.expected, rtol=1e-5, atol=1e-5)
+    if implementation != "reference":
+        case = case._replace(cache=converted(case.cache, torch.bfloat16))
+        close(case.run(), case.run(reference.paged_attention), torch.bfloat16)
 
 
 def test_biases_may_be_a_part_of_wider_rows() -> None:

@@ -184,6 +184,14 @@ def test_attention_with_biases_and_sinks_of_each_query(
     close(case.run(), case.run(reference.paged_attention), dtype)
 
 
+@pytest.mark.parametrize("window", [0, 30])
+def test_attention_within_runs(window: int) -> None:
+    """Runs that cross tiles of queries, are longer than the window, or began before the step."""
+    case = test_attention.build([(0, 150), (270, 30), (40, 1)], 6, 2, 48, 16, run_length=90, window=window)
+    assert (case.options["ends"].diff() == 0).sum() > 50
+    close(case.run(), case.expected)
+
+
 @pytest.mark.parametrize("block_size", [1, 3])
 def test_attention_over_odd_blocks(block_size: int) -> None:
     case = test_attention.build([(40, 1), (5, 3), (70, 2)], 4, 2, 16, block_size)

@@ -23,6 +23,7 @@ from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.linear import Partition, stacked
 from quire.engine.layers.weight import Weight
 from quire.engine.models.decoder_layer import FeedForwardLayer, LayerStep
+from quire.engine.protocol.errors import ConfigError
 
 HEADS, HEAD_DIM, HIDDEN = {"q": 2, "k": 1, "v": 1}, 4, 8
 SIZES = {
@@ -123,3 +124,23 @@ def test_only_plain_layers_are_parallel() -> None:
     common: dict[str, Any] = dict.fromkeys(("attention", "attention_norm", "feed_forward", "feed_forward_norm"))
     with pytest.raises(AssertionError):
         LayerSpec(**common, residual=NormedResidualSpec(), is_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "the tower has features of size 32"),
+        ({"num_heads": 3}, "is not a multiple of the number of heads, 3"),
+        ({"hidden_act": "mish"}, "the activation 'mish' is not supported"),
+        ({"depth": "many"}, "a value that Qwen2VLForConditionalGeneration cannot use"),
+    ],
+)
+def test_a_tower_that_is_not_supported_can_be_left_out(changes: dict[str, Any], message: str) -> None:
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2} | changes
+    config: dict[str, Any] = {**SIZES, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 16, "vision_config": vision}
+    config |= {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    config |= {"architectures": ["Qwen2VLForConditionalGeneration"]}
+    with pytest.raises(ConfigError, match=rf"{message}.*; with --language-model-only, the model takes only text"):
+        from_hf_config(config)
+    assert from_hf_config(config, media=False).media is None

@@ -1,0 +1,54 @@
+"""From the vectors of neighbouring patches to features of the decoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine.architecture.tower_spec import ConvolvedMergerSpec, MergerSpec
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.from_spec import FromSpec, if_divisible
+from quire.engine.layers.mlp import MLP
+from quire.engine.layers.norm import make_norm
+from quire.engine.layers.patches import PatchEmbedding
+
+
+class Merger(nn.Module):
+    """`down(activation(up(norm(x))))` of the vectors of neighbouring patches, one after another."""
+
+    def __init__(self, spec: MergerSpec, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec = spec
+        own = FromSpec(spec.parameters("merger"), if_divisible(parallel, spec.inner))
+        self.norm = None if spec.norm is None else make_norm(spec.norm, spec.norm_size)
+        self.up, self.down = own.column_parallel("merger.up"), own.row_parallel("merger.down")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[patches, width]` → `[features, output]`"""
+        if self.norm is not None:
+            x = self.norm(x.reshape(-1, self._spec.norm_size))
+        out: Tensor = self.down(
+            kernels.activate(self.up(x.reshape(-1, self._spec.width * self._spec.merged)), self._spec.activation)
+        )
+        return out
+
+
+class ConvolvedMerger(nn.Module):
+    """See `ConvolvedMergerSpec`."""
+
+    def __init__(self, spec: ConvolvedMergerSpec, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec = spec
+        self.convolution = PatchEmbedding(spec.convolution, spec.output)
+        self.projection = FromSpec(spec.parameters("merger")).column_parallel("merger.projection")
+        self.norm = make_norm(spec.norm, spec.output)
+        inner = if_divisible(parallel, spec.feed_forward.intermediate_size)
+        self.feed_forward = MLP(spec.feed_forward, spec.output, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[patches, width]`, square by square → `[features, output]`"""
+        squares = torch.unflatten(x, 0, (-1, self._spec.merge**2)).transpose(1, 2)  # as the convolution's weight
+        x = self.projection(self.convolution(squares))
+        out: Tensor = self.feed_forward(kernels.activate(self.norm(x), "gelu"))
+        return out

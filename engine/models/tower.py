@@ -1,0 +1,106 @@
+"""Towers: what encodes images and videos. `TowerSpec` and its subclasses describe what differs between families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.model_spec import LayerSpec
+from quire.engine.architecture.tower_spec import ConvolvedMergerSpec, GridTowerSpec
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.grid_rotary import GridRotary
+from quire.engine.layers.merger import ConvolvedMerger, Merger
+from quire.engine.layers.norm import make_norm
+from quire.engine.layers.patches import PatchEmbedding, places, windows
+from quire.engine.layers.stretched_positions import StretchedPositions
+from quire.engine.models.encoder import EncoderLayer
+from quire.engine.protocol.media import MediaItem
+
+
+class Tower(nn.Module):
+    """The interface of all towers."""
+
+    def forward(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Tensor:
+        """The features `[item.num_features, feature_width]` of one item, in the order of its runs' tokens, the same on
+        every rank. `arrays` are those of the model's processor for this item alone, by their names."""
+        *_, features = self.encode(arrays, item)
+        assert features is not None
+        return features
+
+    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+        """Compute the features of `forward` step by step: yields None after each of `TowerSpec.num_sublayers`, then the
+        features."""
+        raise NotImplementedError
+
+
+class GridTower(Tower):
+    """See `GridTowerSpec`."""
+
+    def __init__(self, spec: GridTowerSpec, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec = spec
+        attention = spec.layers[0].attention
+        assert isinstance(attention, AttentionSpec)
+        assert attention.rope is not None
+        self._rotary = GridRotary(attention.rope, axes=3 if spec.turns_by_time else 2)
+        self.patches = PatchEmbedding(spec.patch, spec.width)
+        self.embedding_norm = make_norm(spec.embedding_norm, spec.width) if spec.embedding_norm else None
+        self.positions = StretchedPositions(spec.positions, spec.width) if spec.positions else None
+        self.layers = tower_layers(spec.layers, spec.width, parallel)
+        self.norm = make_norm(spec.norm, spec.width) if spec.norm else None
+        self.projector = Merger(spec.projector, parallel) if spec.projector else None
+        self.merger: Merger | ConvolvedMerger
+        if isinstance(spec.merger, ConvolvedMergerSpec):
+            self.merger = ConvolvedMerger(spec.merger, parallel)
+        else:
+            self.merger = Merger(spec.merger, parallel)
+        levels = [] if spec.level_merger is None else [Merger(spec.level_merger, parallel) for _ in spec.levels]
+        self.level_mergers = nn.ModuleList(levels)
+
+    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+        """See `Tower`."""
+        is_image = item.kind == "image"
+        pixels = arrays["pixel_values" if is_image else "pixel_values_videos"]
+        ((frames, rows, columns),) = arrays["image_grid_thw" if is_image else "video_grid_thw"].tolist()
+        if len(pixels) != frames * rows * columns:  # found here, as kernels of a GPU that index beyond it end the rank
+            raise ValueError(f"there are {len(pixels)} patches for a grid of {frames} x {rows} x {columns}")
+        merge, where = self._spec.merge, places((frames, rows, columns), self._spec.merge)
+        x: Tensor = self.patches(pixels)
+        del arrays, pixels  # not needed while the layers wait for their steps
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
+        if self.positions is not None:
+            x = x + self.positions(where, rows, columns)
+        size = rows * columns
+        if self._spec.turns_by_time:
+            where = torch.cat((torch.arange(frames).repeat_interleave(size)[None], where))
+        cos_sin = self._rotary(where).to(x.device)
+        frame_starts = torch.tensor([0, len(x)]) if self._spec.is_joint else torch.arange(frames + 1) * size
+        starts, order = frame_starts, None
+        if self._spec.window:
+            order, starts = windows((frames, rows // merge, columns // merge), self._spec.window)
+            starts, order = starts * merge**2, order.to(x.device)
+            x, cos_sin = (torch.unflatten(each, 0, (-1, merge**2))[order].flatten(0, 1) for each in (x, cos_sin))
+        levels = dict[int, Tensor]()
+        for number, layer in enumerate(self.layers.values()):
+            assert isinstance(layer, EncoderLayer)
+            x = layer.attend(x, frame_starts if number in self._spec.full_layers else starts, cos_sin, None)
+            yield None
+            x = layer.feed(x)
+            if number in self._spec.levels:
+                level = self._spec.levels.index(number)
+                levels[level] = self.level_mergers[level](x)
+            yield None
+        x = x if self.norm is None else self.norm(x)
+        x = x if self.projector is None else self.projector(x)
+        features = torch.cat((self.merger(x), *(levels[level] for level in sorted(levels))), dim=-1)
+        yield features if order is None else torch.empty_like(features).index_copy_(0, order, features)
+
+
+def tower_layers(layers: tuple[LayerSpec, ...], width: int, parallel: Parallel) -> nn.ModuleDict:
+    """The layers of a tower by their numbers; each rank has those parts whole that ranks cannot divide evenly."""
+    return nn.ModuleDict(
+        {str(number): EncoderLayer(layer, width, parallel, is_post_norm=False) for number, layer in enumerate(layers)}
+    )

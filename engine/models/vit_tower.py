@@ -1,0 +1,162 @@
+"""A vision transformer over an image, its tiles or the frames of a video. Family differences are in `ViTSpec`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.vit_spec import ConvolutionsSpec, FramedSpec, ViTSpec, WindowReaderSpec
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.grid_rotary import AlternatingGridRotary, GridRotary, TurnsGridRotary
+from quire.engine.layers.image_positions import ImagePositions, of_frames
+from quire.engine.layers.norm import make_norm
+from quire.engine.layers.patches import PatchEmbedding, patches_of, places
+from quire.engine.layers.projector import AnyResolution, Convolutions, Framed, Projector
+from quire.engine.models.encoder import EncoderLayer
+from quire.engine.models.tower import Tower, tower_layers
+from quire.engine.models.window_reader import WindowReaders
+from quire.engine.protocol.media import MediaItem
+
+Grid = tuple[int, int, int]
+"""Tiles, and each one's rows and columns of patches."""
+
+
+class Pictures(NamedTuple):
+    """Pictures of one size, and the state of their layers."""
+
+    grid: Grid
+    x: Tensor
+    """`[tokens, width]`, tile by tile."""
+    starts: Tensor
+    """Of the tokens that attend to each other."""
+    cos_sin: Tensor
+    outputs: Sequence[Tensor] = ()
+    """The tokens after those of the layers so far that the projector reads."""
+
+
+class ViTTower(Tower):
+    """See `ViTSpec`."""
+
+    def __init__(self, spec: ViTSpec, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec, width = spec, spec.width
+        attention = spec.layers[0].attention
+        assert isinstance(attention, AttentionSpec)
+        self._rotary: AlternatingGridRotary | TurnsGridRotary | GridRotary | None = None
+        if attention.rope is not None:
+            match spec.rotary:
+                case "alternating":
+                    self._rotary = AlternatingGridRotary(attention.rope)
+                case "by turns":
+                    self._rotary = TurnsGridRotary(attention.rope)
+                case _:
+                    self._rotary = GridRotary(attention.rope)
+        self.patches = PatchEmbedding(spec.patch, width)
+        self.positions = ImagePositions(spec.positions, width)
+        self.embedding_norm = make_norm(spec.embedding_norm, width) if spec.embedding_norm else None
+        self.layers = tower_layers(spec.layers, width, parallel)
+        self.norm = make_norm(spec.norm, width) if spec.norm else None
+        size = width * len(spec.outputs)
+        self.projector: Projector | Convolutions | Framed | WindowReaders
+        if isinstance(spec.projector, ConvolutionsSpec):
+            self.projector = Convolutions(spec.projector, size, spec.hidden_size)
+        elif isinstance(spec.projector, FramedSpec):
+            self.projector = Framed(spec.projector, size, spec.hidden_size)
+        elif isinstance(spec.projector, WindowReaderSpec):
+            self.projector = WindowReaders(spec.projector, size, spec.hidden_size, parallel)
+        else:
+            self.projector = Projector(spec.projector, size, spec.hidden_size, parallel)
+        resolution = spec.any_resolution
+        self.any_resolution = None if resolution is None else AnyResolution(resolution, spec.hidden_size)
+
+    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+        """See `Tower`."""
+        pictures = [self._embed(*each) for each in self._pictures(arrays, item)]
+        sizes = arrays.get("image_sizes")
+        del arrays  # not needed while the layers wait for their steps
+        for number, layer in enumerate(self.layers.values(), start=1):
+            assert isinstance(layer, EncoderLayer)
+            pictures = [each._replace(x=layer.attend(each.x, each.starts, each.cos_sin, None)) for each in pictures]
+            yield None
+            pictures = [each._replace(x=layer.feed(each.x)) for each in pictures]
+            if number in self._spec.outputs:
+                pictures = [each._replace(outputs=(*each.outputs, each.x)) for each in pictures]
+            yield None
+        parts = [self._project(each) for each in pictures]
+        if self.any_resolution is None:
+            features = torch.cat([each.flatten(0, 2) for each in parts])
+        elif item.kind == "video":
+            features = self.any_resolution.video(parts[0])
+        else:
+            assert sizes is not None
+            ((height, width),) = sizes.tolist()
+            levels = parts[0].chunk(1 + self._spec.num_levels, dim=-1)
+            features = torch.cat([self.any_resolution.image(each, height, width) for each in levels], dim=-1)
+        yield features if self._spec.multiplier == 1.0 else features * self._spec.multiplier
+
+    def _pictures(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[tuple[Tensor, Grid]]:
+        """Patches `[patches, …]` row by row, without padding, and their grid."""
+        spec, side = self._spec, self._spec.side
+        pixels = arrays["pixel_values_videos" if "pixel_values_videos" in arrays else "pixel_values"]
+        if spec.pixels == "images":
+            mask = arrays.get("pixel_attention_mask")
+            if mask is not None and not mask.all():
+                raise ValueError("tiles with padding are not supported")
+            for images in (arrays["pixel_values_local"], pixels) if "pixel_values_local" in arrays else (pixels,):
+                images = images.flatten(0, -4)  # [tiles, channels, height, width]
+                height, width = images.shape[2:]
+                if spec.any_resolution is None and "image_sizes" in arrays:
+                    ((height, width),) = arrays["image_sizes"].tolist()
+                yield patches_of(images[..., :height, :width], side)
+            return
+        if spec.pixels == "grids":
+            grids = arrays[f"{item.kind}_grid_thw"].tolist()
+            parts = pixels.split_with_sizes([math.prod(grid) for grid in grids])
+            yield from ((part, tuple(grid)) for part, grid in zip(parts, grids, strict=True))
+            return
+        pictures = pixels.flatten(0, -3)  # [tiles, patches, …]
+        if spec.pixels == "placed patches":
+            where = arrays[f"{item.kind}_position_ids"].flatten(0, -3)  # [tiles, patches, 2]
+            sizes = (where.amax(dim=1).flip(1) + 1).tolist()
+            pictures = 2 * pictures - 1
+        else:
+            sizes = arrays["spatial_shapes"].tolist()
+        for picture, (rows, columns) in zip(pictures, sizes, strict=True):
+            yield picture[: rows * columns], (1, rows, columns)
+
+    def _embed(self, pixels: Tensor, grid: Grid) -> Pictures:
+        """Patches of a grid → the input of the layers."""
+        spec, (tiles, rows, columns) = self._spec, grid
+        x: Tensor = self.patches(pixels)
+        x = self.positions(x.view(tiles, rows, columns, -1))
+        starts = torch.arange(tiles + 1) * x.shape[1]
+        if spec.joins_frames and tiles > 1:
+            x, starts = x + of_frames(tiles, x.shape[2]).to(x)[:, None], starts[[0, -1]]
+        cos_sin = x.new_empty(0)
+        if self._rotary is not None:
+            where = places((1, rows, columns), 1)
+            if spec.rotary.startswith("columns first"):
+                where = where.flip(0)
+            if spec.positions.class_token is not None:
+                where = F.pad(where + 1, (1, 0) if spec.positions.class_token == "first" else (0, 1))
+            cos_sin = self._rotary(where.repeat(1, tiles)).to(x.device)
+        x = x.flatten(0, 1)
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
+        return Pictures(grid, x, starts, cos_sin, (x,) if 0 in spec.outputs else ())
+
+    def _project(self, picture: Pictures) -> Tensor:
+        """The output of the layers → features `[tiles, rows, columns, hidden_size]`"""
+        spec, (tiles, rows, columns) = self._spec, picture.grid
+        states = dict(zip(sorted({*spec.outputs}), picture.outputs, strict=True))
+        found = [states[number] if self.norm is None else self.norm(states[number]) for number in spec.outputs]
+        x = self.positions.patches(torch.unflatten(torch.cat(found, dim=-1), 0, (tiles, -1)))
+        if spec.joins_frames:
+            x = x.float().mean(dim=0, keepdim=True).to(x.dtype)
+        out: Tensor = self.projector(torch.unflatten(x, 1, (rows, columns)))
+        return out
