@@ -54,8 +54,7 @@ def added_replica(
     else:
         sizes = MemoryPlan.of(config)
         needed = sum(
-            weights + sizes.workspace + sizes.graphs + block * config.cache.num_blocks
-            for weights, block in zip(sizes.weights, sizes.kv_block, strict=True)
+            fixed + block * config.cache.num_blocks for fixed, block in zip(sizes.fixed, sizes.kv_block, strict=True)
         )
         needed *= parallel.tensor_parallel_size
         usable = int(available.memory * config.cache.gpu_memory_utilization)

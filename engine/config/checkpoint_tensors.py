@@ -34,10 +34,20 @@ class StoredWeight(NamedTuple):
 
 def check_model(model: ModelConfig, headers: Mapping[str, TensorInfo]) -> None:
     """Raise `ConfigError` naming the tensors of one of Quire's own models that are missing or do not fit."""
-    needed = checkpoint_tensors(model.architecture, has_head=model.pooling is None)
-    needed |= {name: NeededTensor(shape) for name, shape in classifier_tensors(model).items()}
-    named = by_needed_name(headers, FAMILIES[model.architecture.name].prefix, needed)
-    check_tensors(model, needed, with_stacks(named, needed))
+
+    def check(arch: ModelSpec) -> None:
+        needed = checkpoint_tensors(arch, has_head=model.pooling is None)
+        needed |= {name: NeededTensor(shape) for name, shape in classifier_tensors(model).items()}
+        named = by_needed_name(headers, FAMILIES[arch.name].prefix, needed)
+        check_tensors(model, needed, with_stacks(named, needed))
+
+    try:
+        check(model.architecture)
+    except ConfigError as error:
+        if model.architecture.media is None:
+            raise
+        check(replace(model.architecture, media=None))
+        raise ConfigError(f"{error}; use --language-model-only to take only text") from None
 
 
 def with_stacks(headers: Mapping[str, TensorInfo], needed: Mapping[str, NeededTensor]) -> dict[str, TensorInfo]:
@@ -138,8 +148,8 @@ def _quantized_problems(
 def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str]) -> dict[str, T]:
     """The headers, by names of tensors, under the names that are needed: a checkpoint of the model without its head
     lacks their prefix; in BERT's first checkpoints, converted from TensorFlow, norms have a gamma and a beta; in older
-    checkpoints of models that take images, the language model has its own prefixes and head; and transformers writes
-    DeepSeek V4 by some names of its own."""
+    checkpoints of models that take images, the language model has its own prefixes and head, and CLIP and SigLIP are a
+    part of the tower; and transformers writes DeepSeek V4 by some names of its own."""
     is_bare = not any(name.startswith(prefix) for name in headers)
 
     def needed_name(name: str) -> str:
@@ -151,7 +161,8 @@ def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str
                 other = f"model.language_model.{other.removeprefix('model.')}"
         written = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.")
         written = written.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
-        return next((each for each in (name, new, prefix + new, written) if each in needed), other)
+        flat = new.replace("vision_tower.vision_model.", "vision_tower.")
+        return next((each for each in (name, new, prefix + new, flat, prefix + flat, written) if each in needed), other)
 
     return {needed_name(name): info for name, info in headers.items()}
 
@@ -166,8 +177,8 @@ def as_stored(arch: ModelSpec, folder: Path, load_format: str) -> ModelSpec:
 
 
 def quantized_outer(folder: Path, load_format: str, arch: ModelSpec, method: Method | None) -> frozenset[str]:
-    """Which of embedding and head (`ModelSpec.outer_matrices`) are stored quantized, by the names of the checkpoint's
-    tensors. While these are not known, the settings decide."""
+    """Which of embedding and head (`ModelSpec.outer_matrices`) and of the tower's modules are stored quantized, by the
+    names of the checkpoint's tensors. While these are not known, the settings decide, and towers are not quantized."""
     if method is None:
         return frozenset()
     embedding, head = arch.outer_matrices(1)
@@ -181,6 +192,11 @@ def quantized_outer(folder: Path, load_format: str, arch: ModelSpec, method: Met
         for name in of_modules.get((None, module), ()):
             scheme = method.scheme(name)
             if scheme is not None and (is_told if names is None else _stored_names(scheme, name, names)):
+                found.add(module)
+    for (_, module), own in of_modules.items():
+        if module.startswith("tower.") and names is not None:
+            schemes = {name: method.scheme(name) for name in own}
+            if all(scheme is not None and _stored_names(scheme, name, names) for name, scheme in schemes.items()):
                 found.add(module)
     return frozenset(found)
 

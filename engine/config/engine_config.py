@@ -22,6 +22,7 @@ from quire.engine.architecture.quantization.online import Online
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
 from quire.engine.config.topology import SlowestLinks
+from quire.engine.protocol.media import MediaKind
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -65,7 +66,8 @@ class ModelConfig:
     quantized: Method | None = None
     """How the checkpoint is quantized, or how it is quantized while it is loaded."""
     quantized_outer: frozenset[str] = frozenset()
-    """Which of embedding and head (`ModelSpec.outer_matrices`) the checkpoint stores quantized."""
+    """Which of embedding and head (`ModelSpec.outer_matrices`), and of the tower's modules, the checkpoint stores
+    quantized."""
     rounded_types: tuple[Literal["int8", "fp8", "fp4"], ...] = ("int8",)
     """Types in which the device multiplies quantized weights by inputs that are rounded to the same type."""
 
@@ -123,13 +125,13 @@ class ModelConfig:
     @cached_property
     def schemes(self) -> Mapping[tuple[int | None, str], Sequence[Scheme | None]]:
         """How the checkpoint stores the weights that each module combines; None: not quantized. Modules are as in
-        `weight_names`, but outside the layers only modules in `quantized_outer` are included."""
+        `weight_names`, but outside the decoder's layers only modules in `quantized_outer` are included."""
         if self.quantized is None:
             return {}
         found = {
             (number, module): [self.quantized.scheme(name) for name in names]
             for (number, module), names in self.weight_names.items()
-            if number is not None or module in self.quantized_outer
+            if (number is not None and not module.startswith("tower.")) or module in self.quantized_outer
         }
         embedding, _ = self.architecture.outer_matrices(1)
         if schemes := found.get((None, embedding.module)):
@@ -463,6 +465,20 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaConfig:
+    """Images and videos. They are measured in features: the tokens of a prompt whose embeddings these replace."""
+
+    max_items: Mapping[MediaKind, int]
+    """Maximum items of each kind in a prompt; 0: the model does not take them."""
+    max_encoder_features: int
+    """Features that a step encodes, unless a single item has more."""
+    encoder_cache_features: int
+    """Features that the ranks of the first stage keep, by digest."""
+    max_item_features: int
+    """Maximum features of an item, for whose activations there is memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GraphConfig:
     """Batch sizes of the decode steps that are captured once and replayed (CUDA graphs; op replay on CPU)."""
 
@@ -481,6 +497,8 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     graphs: GraphConfig = GraphConfig()
+    media: MediaConfig | None = None
+    """None: prompts are only text."""
     shared_settings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Flags and resolved values that must be the same on every host (see `quire.engine.config.resolve`)."""
 
@@ -500,7 +518,7 @@ class EngineConfig:
         )
         scheduler = dataclasses.replace(self.scheduler, speculative=None)
         model = speculative.model.with_length(self.model.max_model_len)
-        return dataclasses.replace(self, model=model, parallel=parallel, scheduler=scheduler)
+        return dataclasses.replace(self, model=model, parallel=parallel, scheduler=scheduler, media=None)
 
     @property
     def with_drafter(self) -> list[EngineConfig]:

@@ -40,6 +40,14 @@ class MemoryPlan:
     """Activations and logits of the largest step, estimated."""
     graphs: int
     """CUDA graphs, or op replay on CPU, estimated."""
+    media: tuple[int, ...]
+    """Features of images and videos that are kept, and activations of the tower beyond `workspace`, estimated."""
+
+    @property
+    def fixed(self) -> list[int]:
+        """Bytes of each stage besides its KV cache."""
+        stages = zip(self.weights, self.media, strict=True)
+        return [weights + media + self.workspace + self.graphs for weights, media in stages]
 
     @staticmethod
     def of(config: EngineConfig) -> MemoryPlan:
@@ -72,6 +80,7 @@ class MemoryPlan:
             ),
             workspace=workspace,
             graphs=graphs,
+            media=(_media(config, workspace), *[0] * (len(stages) - 1)),
         )
 
 
@@ -84,6 +93,24 @@ def _workspace(config: EngineConfig) -> int:
     logits *= model.pooling is None
     activations = (_activations(config, arch) + attention) * DTYPE_BYTES[model.dtype]
     return activations + logits + _selection_bytes(config, arch) + _eplb_buffer_bytes(config, arch)
+
+
+def _media(config: EngineConfig, workspace: int) -> int:
+    """Bytes of `MemoryPlan.media` on the first stage, for the largest item."""
+    spec, media = config.model.architecture.media, config.media
+    if spec is None or media is None:
+        return 0
+    width, kept = DTYPE_BYTES[config.model.dtype], media.encoder_cache_features
+    # Of each of the tower's tokens: a linear layer's input and output, the residual stream, and its norm.
+    values = 0.0
+    for each in spec.tower.parameters():
+        if each.is_quantizable:
+            matrix = each.matrix(1)
+            values = max(values, (2 * matrix.columns + matrix.rows) / spec.tower.patches_per_input(each.module))
+    tokens = media.max_item_features * spec.tower.patches_per_feature
+    # While other steps run, the state of an item between two layers is kept.
+    state = tokens * spec.tower.state_width
+    return (kept * spec.tower.feature_width + state) * width + max(0, int(tokens * values) * width - workspace)
 
 
 def _copied_embedding_bytes(config: EngineConfig, drafter: ModelSpec) -> int:
@@ -152,11 +179,13 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     width, first, last = DTYPE_BYTES[model.dtype], stage == 0, stage == len(stages) - 1
     held = arch.held_layers(stages[stage])
     layers = [(number, each) for number, layer in held for each in layer.matrices(arch.hidden_size, tp)]
+    tower = [*arch.tower_matrices(tp)] if first else []
     embedding, head = arch.outer_matrices(tp)
     is_shared = first and arch.tie_embeddings
-    unpacked = arch.stage_parameters(stages, stage, tp) - sum(each.elements for _, each in layers)
+    unpacked = arch.stage_parameters(stages, stage, tp) - sum(each.elements for _, each in (*layers, *tower))
     unpacked -= embedding.elements * first + head.elements * (last and not is_shared)
     packed = sum(matrix_bytes(model, parallel.device, number, each) for number, each in layers)
+    packed += sum(_tower_bytes(model, parallel.device, number, each) for number, each in tower)
     packed += embedding_bytes(model, parallel.device, embedding) * first
     is_stored = form_of_matrix(model, parallel.device, None, head) is not None
     # Embedding models have no head; on CUDA, or kept as the checkpoint stores it, a tied head needs no copy.
@@ -169,6 +198,13 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     embedded = arch.embedded_parameters(stages, stage, tp)
     unpacked, packed = unpacked - embedded, packed + embedded * DTYPE_BYTES[model.weight_dtype]
     return unpacked * width + arch.num_float32_parameters(stages, stage) * (4 - width) + packed
+
+
+def _tower_bytes(model: ModelConfig, device: str, number: int | None, matrix: MatrixShape) -> int:
+    """Bytes of a weight of the tower, which `--quantization` leaves as it is."""
+    if form_of_matrix(model, device, number, matrix) is None:
+        return matrix.elements * _width(model, number, matrix)
+    return matrix_bytes(model, device, number, matrix)
 
 
 def embedding_bytes(model: ModelConfig, device: str, embedding: MatrixShape) -> int:
@@ -310,7 +346,7 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
     sharing = max(1, here) if available.kind == "cpu" else parallel.ranks_per_device
     per_rank = available.memory // sharing
     budget_bytes = int(per_rank * cache.gpu_memory_utilization)
-    fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]
+    fixed = sizes.fixed
     if max(fixed) > budget_bytes:
         quantize = " or --quantization" * (not model.is_quantized_online)
         stored = f" ({quantized_text(config)})" if model.quantized else ""
@@ -321,10 +357,11 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
         raise ConfigError(
             f"Not enough memory: needs {format_bytes(max(fixed))} per rank (weights "
             f"{format_bytes(max(sizes.weights))}{stored} + workspace {format_bytes(sizes.workspace)}"
-            f"{f' + {replayed} {format_bytes(sizes.graphs)}' * (sizes.graphs > 0)}), {format_bytes(budget_bytes)} "
+            f"{f' + {replayed} {format_bytes(sizes.graphs)}' * (sizes.graphs > 0)}"
+            f"{f' + images {format_bytes(sizes.media[0])}' * (sizes.media[0] > 0)}), {format_bytes(budget_bytes)} "
             f"available ({cache.gpu_memory_utilization:g} of {format_bytes(available.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use {more}, a smaller --dtype{quantize}, or a lower "
-            "--max-num-batched-tokens"
+            f"--max-num-batched-tokens{' or --encoder-cache-size' * (sizes.media[0] > 0)}"
         )
     if not max(sizes.kv_block):
         return 0

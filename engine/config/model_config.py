@@ -23,7 +23,7 @@ from quire.engine.architecture.quantization import online
 from quire.engine.architecture.quantization.form import INT4_GROUPS
 from quire.engine.architecture.quantization.method import DTYPES, Method
 from quire.engine.architecture.recurrent_spec import RWKVSpec
-from quire.engine.config import checkpoint_tensors, classifier, devices, pooling
+from quire.engine.config import checkpoint_tensors, classifier, devices, media_config, pooling
 from quire.engine.config.devices import FP4_CAPABILITY, FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
@@ -68,6 +68,8 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     if options.tokenizer is not None:
         tokenizer = model_folder.locate(options.tokenizer, None, options.download_dir)
     arch, pooler = _architecture(options, path, hf_config, tokenizer)
+    if arch.media is not None and media_config.is_text_only(options, arch.media):
+        arch = replace(arch, media=None)
     arch = _without_dual_chunks(arch, hf_config, options)
     load_format = _choose_load_format(options, path)
     arch = checkpoint_tensors.as_stored(arch, path, load_format)
@@ -183,7 +185,7 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
             raise ConfigError(f"{path / 'config.json'}: {error}") from None
     if options.model_impl != "transformers":
         try:
-            return from_hf_config(hf_config)
+            return from_hf_config(hf_config, media=not options.language_model_only)
         except ConfigError as error:
             if options.model_impl == "quire":
                 remedy = "; omit --model-impl quire" * (family is None)

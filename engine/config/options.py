@@ -306,6 +306,25 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EncoderOptions:
+    """Images and videos in prompts, and the tower that encodes them."""
+
+    limit_mm_per_prompt: Mapping[str, Any] | None = flag(
+        None,
+        "maximum number of images and videos in a prompt; with 0 for all kinds that the model takes, its tower is not "
+        'loaded, e.g. {"image": 4, "video": 0} (default: 256 together)',
+    )
+    language_model_only: bool = flag(False, "take only text, and do not load the model's tower for images and videos")
+    encoder_cache_size: int | None = flag(
+        None,
+        "features of images and videos (tokens that these take in a prompt) that a rank keeps for later requests, and "
+        "the most that a single image or video may have (default: 16384, or the model's length if that is less; for a "
+        "single image, the model's size of images if they all have one)",
+        least=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeculativeOptions:
     """Speculative decoding."""
 
@@ -360,6 +379,7 @@ class ExecutionOptions:
 class EngineOptions(  # in reverse, as the fields of a dataclass begin with those of its last base
     ExecutionOptions,
     SpeculativeOptions,
+    EncoderOptions,
     SchedulerOptions,
     CacheOptions,
     ClusterOptions,

@@ -49,6 +49,12 @@ def plan_text(config: EngineConfig) -> str:
             f"  stage {stage} ({ranks}): layers {layers.start}-{layers.stop - 1}, per rank weights "
             f"{format_bytes(sizes.weights[stage])}, {cached}"
         )
+    if (media := config.media) is not None:
+        kinds = " and ".join(f"{kind}s" for kind, count in media.max_items.items() if count)
+        lines.append(
+            f"  stage 0 also has the tower for {kinds}, and {format_bytes(sizes.media[0])} per rank for its "
+            f"activations and the {media.encoder_cache_features:,} features that it keeps"
+        )
     if (drafter := config.drafter) is not None and (speculative := config.scheduler.speculative) is not None:
         where = "" if drafter.parallel.tensor_parallel_size == tp else f" (rank {pp * tp - tp})"
         kind = f"draft model {drafter.model.architecture.name}"

@@ -141,6 +141,7 @@ def drafter_options(options: EngineOptions, model: ModelConfig) -> EngineOptions
         hf_overrides=None,
         generation_config="vllm",
         override_generation_config=None,
+        language_model_only=True,
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
     )

@@ -28,6 +28,7 @@ from quire.engine.cluster.security import Dropped, Security, join, split
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.heartbeats import Heartbeats
 from quire.engine.core.launch import CoreArgs, Endpoints
+from quire.engine.core.media_files import keep_open, raise_limit
 from quire.engine.core.profiler import CoreProfiler
 from quire.engine.core.request_list import list_requests
 from quire.engine.core.wave import Wave
@@ -64,6 +65,8 @@ from quire.engine.scheduler.structured_output import StartedGrammar, reject
 logger = logging.getLogger("quire.engine.core.engine_core")
 
 _STATS_SECONDS = 1.0
+_LOST_MEDIA = "the processed images of the request have been deleted, as their process has ended; send it again"
+_UNREADABLE = "the processed images of the request cannot be read"
 _COMPILE_THREADS = 8
 """Threads that compile grammars: more than there are processors, so that fast grammars do not wait for slow ones."""
 _COMPILE_STACK = 2**26
@@ -236,9 +239,9 @@ class EngineCore:
 
     def usual_seconds(self, plan: SchedulerOutput, predicted: float | None) -> float:
         """Return the seconds that a step usually takes at most; infinite if it may wait for other replicas, or write a
-        trace.
+        trace, or encodes images at an unknown cost.
         """
-        if self.wave is not None or plan.profile is not None:
+        if self.wave is not None or plan.profile is not None or (predicted is None and plan.encodes):
             return math.inf
         return _USUALLY_SLOWER * (max(_MIN_UNPREDICTED, self.longest_step) if predicted is None else predicted)
 
@@ -357,7 +360,16 @@ class EngineCore:
 
     def add(self, request: EngineCoreRequest, grammar: StartedGrammar | EngineCoreOutput | None = None) -> None:
         """Add a request to the scheduler. `grammar` is the started grammar, or the error that ends the request."""
-        rejection = grammar if isinstance(grammar, EngineCoreOutput) else self.scheduler.add(request, grammar)
+        if isinstance(grammar, EngineCoreOutput):
+            rejection: EngineCoreOutput | None = grammar
+        else:
+            try:  # a rank that does not find a file fails, and this request, which has come from there, the next one
+                request.media = [*map(keep_open, request.media)]
+            except OSError as error:
+                reason = _LOST_MEDIA if isinstance(error, FileNotFoundError) else f"{_UNREADABLE}: {error.strerror}"
+                rejection = EngineCoreOutput(request.request_id, [], finish_reason="error", error=reason)
+            else:
+                rejection = self.scheduler.add(request, grammar)
         if rejection is not None:
             self.add_output(request.client, rejection)
 
@@ -543,6 +555,7 @@ def main() -> None:
     imports, connection = current_process.age(), SupervisorConnection()
     args: CoreArgs
     args, folder = connection.receive_args()
+    raise_limit()
     RuntimeFolder(folder)  # this process may outlive the one that made it
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     replica = args.config.parallel.replica if args.config.parallel.replicas > 1 else None

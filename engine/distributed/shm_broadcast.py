@@ -91,14 +91,13 @@ class ShmBroadcast:
 
     def read(self, reader: int) -> bytes:
         """Wait for the next message for this reader."""
-        message = b""
-        more = True
+        pieces, more = list[bytes](), True
         while more:
             self._filled[reader].acquire()
             offset = self._next % self._slots * self._slot_bytes
             memory = memoryview(self._memory).cast("B")
             size, more = _HEADER.unpack_from(memory, offset)
-            message += bytes(memory[offset + _HEADER.size : offset + _HEADER.size + size])
+            pieces.append(bytes(memory[offset + _HEADER.size : offset + _HEADER.size + size]))
             self._next += 1
             self._space[reader].release()
-        return message
+        return b"".join(pieces)

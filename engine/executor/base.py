@@ -14,6 +14,9 @@ from quire.engine.protocol.supervision import LogLevel, Reload
 
 STEP_TIMEOUT = 600.0
 """Maximum seconds of computation in a step; a single rank that takes longer counts as hung."""
+_SECONDS_PER_FEATURE = 1.0
+"""The same for each feature of the images that a step encodes, at an unknown cost: less than a large tower needs on a
+few cores, where the patches of a large image attend to each other."""
 POLL_SECONDS = 1.0
 """Interval at which waiting executors look after their ranks."""
 _SLOWER = 10.0
@@ -35,11 +38,14 @@ def step_timeout(plan: SchedulerOutput, config: EngineConfig, predicted: float |
     hosts, as their connections are allowed to be interrupted.
     """
     parallel = config.parallel
-    if plan.has_work is None and not plan.num_rows:  # a heartbeat needs almost no computation
+    if plan.has_work is None and not plan.num_rows and plan.media is None:  # a heartbeat needs almost no computation
         return parallel.watchdog_seconds + parallel.cluster_timeout * (parallel.nodes > 1)
     if predicted is None or parallel.nodes > 1 or parallel.is_coupled:
         # On a GPU a step takes well below a second, and nothing else limits waiting inside CUDA graphs.
-        computation = 0.0 if parallel.device == "cuda" and parallel.world_size > 1 else STEP_TIMEOUT
+        computation = 0.0
+        if parallel.device != "cuda" or parallel.world_size == 1:
+            features = 0 if plan.media is None else sum(item.num_features for item in plan.media.encoded)
+            computation = STEP_TIMEOUT + features * _SECONDS_PER_FEATURE
         return computation + (parallel.timeout + _TIMEOUT_MARGIN) * (parallel.world_size > 1 or parallel.is_coupled)
     return parallel.watchdog_seconds + _SLOWER * predicted
 

@@ -29,7 +29,7 @@ from quire.engine.process import log
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace
 from quire.engine.protocol.rank_state import RankState
-from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.runner_output import EncoderOutput, ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.stats import LogRecord, RankStats
 from quire.engine.protocol.supervision import LogLevel, Reload, SetLogLevel
 
@@ -43,7 +43,7 @@ _EXITS = {
 }
 """Meanings of exit codes. 255 is multiprocessing's; a rank itself exits with 0 or 1."""
 
-FromRank = WorkerReady | WorkerFailed | ModelRunnerOutput | LogRecord | RankTrace
+FromRank = WorkerReady | WorkerFailed | ModelRunnerOutput | EncoderOutput | LogRecord | RankTrace
 
 
 def _run(*arguments: Any) -> None:
@@ -75,6 +75,8 @@ class LocalRanks:
         context.set_forkserver_preload(["quire.engine.executor.preload", __name__])
         self.ranks = ranks
         self.arrived: deque[ModelRunnerOutput] = deque()
+        self.encoded: dict[int, EncoderOutput] = {}
+        """By step: what the first rank has reported."""
         self.seconds: dict[str, float] = {}
         """Start-up durations of the slowest rank."""
         self.on_trace: Callable[[RankTrace], None] = lambda trace: None
@@ -192,6 +194,8 @@ class LocalRanks:
                 match message:
                     case ModelRunnerOutput():
                         self.arrived.append(message)
+                    case EncoderOutput(step):
+                        self.encoded[step] = message
                     case LogRecord():
                         log.RECENT.records.append(message)
                     case RankTrace():

@@ -27,12 +27,13 @@ from quire.engine.protocol.supervision import LogLevel, Reload
 class PendingStep:
     """A step in flight. `receive` returns the next result, because results are taken in order."""
 
-    receive: Callable[[int, float], ModelRunnerOutput]
+    receive: Callable[[int, float, bool], ModelRunnerOutput]
     step: int
     limit: float
+    encodes: bool
 
     def result(self) -> ModelRunnerOutput:
-        result = self.receive(self.step, self.limit)
+        result = self.receive(self.step, self.limit, self.encodes)
         assert result.step == self.step, "results must be taken in the order of plans"
         return result
 
@@ -48,6 +49,7 @@ class ProcessExecutor:
     def __init__(self, parallel: ParallelConfig) -> None:
         self._stragglers = StragglerDetector(parallel.tensor_parallel_size, self._name)
         self._encode = msgspec.msgpack.Encoder().encode
+        self._has_stages = parallel.pipeline_parallel_size > 1
         self.on_trace: Callable[[TracePiece], None] = lambda piece: None
 
     def submit(self, plan: SchedulerOutput, limit: float) -> PendingStep:
@@ -55,21 +57,29 @@ class ProcessExecutor:
         self._send(encoded)
         # A rank that waits to send a result does not read plans, so results are received while writing.
         self._ranks.write(encoded, while_waiting=self.check)
-        return PendingStep(self.receive, plan.step, limit)
+        return PendingStep(self.receive, plan.step, limit, plan.encodes)
 
-    def receive(self, step: int, limit: float) -> ModelRunnerOutput:
+    def receive(self, step: int, limit: float, encodes: bool = False) -> ModelRunnerOutput:
         """Return the next result; raises `WorkerError` if a rank dies or fails, or if none makes progress for `limit`
-        seconds.
+        seconds. `encodes`: see `SchedulerOutput`.
         """
         deadline, position = time.monotonic() + limit, self._position()
-        while not self._ranks.arrived:
+        awaits_encoder = encodes and self._has_stages  # otherwise the first rank's result tells
+
+        def has_arrived() -> bool:
+            return bool(self._ranks.arrived) and (not awaits_encoder or step in self._ranks.encoded)
+
+        while not has_arrived():
             self._poll(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
             now, position_before = time.monotonic(), position
             if (position := self._position()) != position_before:
                 deadline = now + limit
-            elif now >= deadline and not self._ranks.arrived:
+            elif now >= deadline and not has_arrived():
                 raise WorkerError(f"{self._name(self._late_ranks(step))} did not answer within {limit:.0f} s")
-        return self._ranks.arrived.popleft()
+        result = self._ranks.arrived.popleft()
+        if awaits_encoder:
+            result.encoding_failures = self._ranks.encoded.pop(step).failures
+        return result
 
     def check(self) -> None:
         """Raise `WorkerError` if a rank has exited or been stopped."""

@@ -19,7 +19,7 @@ from quire.engine.executor.usage import UsageSampler
 from quire.engine.process import current_process
 from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.rank_state import RankState
-from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput, RankOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
 from quire.engine.protocol.supervision import LogLevel, Reload
@@ -45,7 +45,7 @@ class FinishedStep:
 class RunningStep:
     """A step launched by the rank's thread; `result` raises its errors."""
 
-    future: Future[ModelRunnerOutput | None]
+    future: Future[RankOutput]
     timeout: float
 
     def result(self) -> ModelRunnerOutput:
@@ -55,7 +55,7 @@ class RunningStep:
             if self.future.done():
                 raise  # a TimeoutError of the step itself
             raise WorkerError(f"rank 0 did not answer within {self.timeout:.0f} s") from None
-        assert result is not None
+        assert isinstance(result, ModelRunnerOutput)
         return result
 
 
@@ -72,7 +72,7 @@ class UniExecutor:
             from quire.engine.worker.worker import Worker
 
         self._work: SimpleQueue[tuple[Callable[[], None], Future[Any]] | None] = SimpleQueue()
-        self._launched: SimpleQueue[tuple[AsyncOutput, Future[ModelRunnerOutput | None]] | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[AsyncOutput, Future[RankOutput]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._state = RankState()
         load = partial(Worker, config, rank=0, init_method=config.parallel.init_method)
@@ -94,12 +94,12 @@ class UniExecutor:
 
     def submit(self, plan: SchedulerOutput, limit: float) -> StepFuture:
         if self._threads:
-            future: Future[ModelRunnerOutput | None] = Future()
+            future: Future[RankOutput] = Future()
             self._work.put((partial(self._launch, plan, future), future))
             return RunningStep(future, limit)
         with self._worker.count_step(self._state):
             result = self._worker.launch(plan).result()
-        assert result is not None
+        assert isinstance(result, ModelRunnerOutput)
         return FinishedStep(result)
 
     def check(self) -> None:
@@ -128,7 +128,7 @@ class UniExecutor:
                 thread.join(max(0.0, deadline - time.monotonic()))
         self._worker.close()
 
-    def _launch(self, plan: SchedulerOutput, future: Future[ModelRunnerOutput | None]) -> None:
+    def _launch(self, plan: SchedulerOutput, future: Future[RankOutput]) -> None:
         self._launched.put((self._worker.launch(plan), future))
 
     def _run(self) -> None:

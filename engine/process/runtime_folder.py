@@ -29,14 +29,15 @@ class RuntimeFolder:
     marks it as such a folder.
     """
 
-    def __init__(self, path: str | None = None) -> None:
-        """Make a folder, or use the one at `path`, which another process has made.
+    def __init__(self, path: str | None = None, *, where: str | None = None) -> None:
+        """Make a folder, in `where` or else in the folder for temporary files, or use the one at `path`, which another
+        process has made.
 
         Raises `ConfigError` if sockets in a new folder would have too long a path.
         """
-        if len(os.fsencode(folder := tempfile.gettempdir())) > MAX_TMPDIR_BYTES:
+        if len(os.fsencode(folder := where or tempfile.gettempdir())) > MAX_TMPDIR_BYTES:
             raise ConfigError(f"the path in TMPDIR is too long for Unix sockets: {folder}; set a shorter one")
-        self.path = path or tempfile.mkdtemp(prefix=_PREFIX)
+        self.path = path or tempfile.mkdtemp(prefix=_PREFIX, dir=folder)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_SH)
         self.remove = Finalize(None, _release, (self.path, lock), exitpriority=_LAST)

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.profile import (
     ClockPing,
     ClockReply,
@@ -47,6 +48,8 @@ class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
     """Name of the API key, for lists of requests."""
     arrived: float = 0.0
     """Time of arrival at the API process, on the monotonic clock of its host, for lists of requests."""
+    media: list[MediaItem] = []
+    """Images and videos, by offset."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True):

@@ -36,6 +36,21 @@ class ModelRunnerOutput(msgspec.Struct, tag=True, array_like=True):
     `SchedulerOutput.num_drafts`."""
     failure: str = ""
     """Why the step failed; its results are invalid. Steps in flight after it are skipped and report the same reason."""
+    encoding_failures: dict[bytes, str] = {}
+    """See `EncoderOutput`."""
+
+
+class EncoderOutput(msgspec.Struct, tag=True, array_like=True):
+    """What the first rank reports of a plan that encodes items, if the step's result comes from a later stage."""
+
+    step: int
+    failures: dict[bytes, str]
+    """By digest, why an item could not be encoded. Its features are zeros until it is freed, so no result of a request
+    with this item is valid; others are."""
+
+
+RankOutput = ModelRunnerOutput | EncoderOutput | None
+"""What a rank reports of a step; None: only that it is complete."""
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.profile import StartProfile, StopProfile
 from quire.engine.protocol.sampling_params import SamplingParams
 
@@ -29,6 +30,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     """With `params.prompt_logprobs`: prompt tokens after the first that were already scored before a preemption."""
     second_segment: int = 0
     """See `EngineCoreRequest`."""
+    media: list[MediaItem] = []
+    """Images and videos, by offset, without their data."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True):
@@ -64,6 +67,20 @@ class CachedRequestData(msgspec.Struct, array_like=True):
         return self.num_tokens > max(1, len(self.new_token_ids)) + self.num_drafts
 
 
+class MediaPlan(msgspec.Struct, array_like=True):
+    """Changes of the features that the first stage's ranks keep: those of `freed` are dropped, also in steps that are
+    skipped after a failure, then `encoded` are computed, before the rows run. Ranks ignore what they do not have."""
+
+    encoded: list[MediaItem] = []
+    """With their data, unless an earlier plan has begun them; offsets and runs have no meaning. One whose earlier plan
+    failed to encode it is ignored."""
+    freed: list[bytes] = []
+    """Digests, also of items that are begun."""
+    num_sublayers: int | None = None
+    """Sublayers of the tower (attentions and feed-forward layers) to run for the last of `encoded`, which a later plan
+    completes. None: all that remain, as for the others."""
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """The plan of a step. Each rank applies `freed_slots`, then `new`, then runs the rows: `decodes`, then `scheduled`.
 
@@ -91,6 +108,14 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     num_drafts: int | None = None
     """Maximum drafts to make for each row that samples without a mask, at the end of this step, by a drafter that is a
     model; 0: it only computes its own KV of the rows' tokens; None: it does not run."""
+    media: MediaPlan | None = None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the step encodes images or videos."""
+        return self.media is not None and bool(self.media.encoded)
+
+    """None: nothing changes."""
 
     @property
     def num_rows(self) -> int:

@@ -35,6 +35,11 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Accepted draft tokens."""
+    encoder_cache_queries: int = 0
+    """Images and videos that requests have reached: each once, and again after a preemption."""
+    encoder_cache_hits: int = 0
+    """Those of them whose features were known. The others were encoded."""
+    encoded_features: int = 0
     iteration_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ITERATION_TOKENS) + 2))
     """Histogram of the tokens of a step, without rejected drafts: the number of steps in each bucket, the last one
     unbounded; then the sum."""

@@ -34,31 +34,46 @@ unpublished.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import takewhile
+from operator import attrgetter
 
 from quire.engine.config.engine_config import KVCacheGroup
+from quire.engine.protocol.media import MediaItem
 
 FREED = -1
 STATE_INTERVAL = 1024
 """Tokens between the recurrent states of a long text that stay in the prefix cache; a multiple of every block size up
 to this."""
+_END = attrgetter("end")
 
 
 def extend_hashes(
-    hashes: list[bytes], token_ids: list[int], block_size: int, salt: bytes = b"", num_groups: int = 1
+    hashes: list[bytes],
+    token_ids: list[int],
+    block_size: int,
+    salt: bytes = b"",
+    num_groups: int = 1,
+    media: Sequence[MediaItem] = (),
 ) -> None:
     """Append the missing hashes of the chain: one for each full block, over its tokens and all previous tokens.
 
-    The chain starts from `salt`, which is empty or as long as a hash, so that chains of different salts never match.
+    The chain starts from `salt`, which is empty or as long as a hash, so that chains of different salts never match. A
+    block that overlaps an item of `media` includes the item's digest and place.
     The first group's hash is the link of the chain; the hash of another group is the link followed by its number.
     """
     while (end := (len(hashes) // num_groups + 1) * block_size) <= len(token_ids):
         parent = hashes[-num_groups] if hashes else salt
-        tokens = array("q", token_ids[end - block_size : end]).tobytes()
-        link = blake2b(parent + tokens, digest_size=16).digest()
+        content = array("q", token_ids[end - block_size : end]).tobytes()
+        if media:
+            start = end - block_size
+            first = bisect_right(media, start, key=_END)
+            for item in takewhile(lambda item: item.offset < end, media[first : first + block_size]):
+                content += item.digest + (item.offset - start).to_bytes(8, signed=True)
+        link = blake2b(parent + content, digest_size=16).digest()
         hashes.append(link)
         if num_groups > 1:
             hashes.extend(link + group.to_bytes(2) for group in range(1, num_groups))
@@ -374,6 +389,12 @@ class KVCacheManager:
     def mark_written(self, step: int) -> None:
         """Record that this step has run: the blocks published for it are written, or were unpublished."""
         self._unwritten.pop(step, None)
+
+    def unpublish(self, hashes: Iterable[bytes]) -> None:
+        """Remove from the prefix cache the blocks with these hashes, which are not what they say."""
+        for digest in hashes:
+            if (block := self._block_of.get(digest)) is not None:
+                self._unpublish(block)
 
     def unpublish_unwritten(self) -> None:
         """Remove from the prefix cache the published blocks that were never written."""

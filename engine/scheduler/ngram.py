@@ -25,8 +25,9 @@ _CORPUS_MATCH = 4
 """Length of the match that the start of a corpus counts as."""
 _NUM_LENGTHS = 6
 """Number of classes of match lengths, by powers of two; see `_length_class`."""
-_UNKNOWN = -1
-"""In front of the tokens, so that a comparison with tokens before the first one fails."""
+UNKNOWN = -1
+"""Stands for tokens that are not repeated: in front of a text, so that a comparison with tokens before the first one
+fails, and in place of images."""
 RECENT_MATCH = 4
 """Tokens that a text has in common with a recent answer that it may be repeating."""
 _RECENT_TOKENS = 1 << 15
@@ -82,7 +83,7 @@ class RecentTexts:
         self._begin()
 
     def _begin(self) -> None:
-        self._tokens = np.full(self._size + _MAX_MISSES + 1, _UNKNOWN, np.int32)
+        self._tokens = np.full(self._size + _MAX_MISSES + 1, UNKNOWN, np.int32)
         self._places: dict[int, int] = {}
         self._end = 0
 
@@ -139,7 +140,7 @@ class TokenLookup:
         self._recent, self._salt = recent, salt
         self._others: np.ndarray | None = None
         """The recent texts that `_source` is a place in; None: it is a place in the request's own tokens."""
-        self._tokens = np.full(max(256, 2 * (len(corpus) + _MAX_MATCH + 1)), _UNKNOWN, np.int32)
+        self._tokens = np.full(max(256, 2 * (len(corpus) + _MAX_MATCH + 1)), UNKNOWN, np.int32)
         self._tokens[_MAX_MATCH : _MAX_MATCH + len(corpus)] = corpus
         self._end = _MAX_MATCH + len(corpus) + bool(corpus)
         """End of the tokens in the array."""
@@ -164,7 +165,7 @@ class TokenLookup:
         self.proposed = None
         self._end += len(new)
         if self._end > len(self._tokens):
-            self._tokens = np.concatenate((self._tokens, np.full(self._end, _UNKNOWN, np.int32)))
+            self._tokens = np.concatenate((self._tokens, np.full(self._end, UNKNOWN, np.int32)))
         self._tokens[start : self._end] = new
         if not first:  # the prompt, which nobody has guessed
             return
@@ -208,7 +209,7 @@ class TokenLookup:
         return self._own_acceptance if self._others is None or self._recent is None else self._recent.acceptance
 
     def _until_gap(self, tokens: list[int]) -> list[int]:
-        return tokens[: tokens.index(_UNKNOWN)] if _UNKNOWN in tokens else tokens
+        return tokens[: tokens.index(UNKNOWN)] if UNKNOWN in tokens else tokens
 
     def _search(self) -> None:
         """Find the longest match of the last tokens, of several the last one."""
@@ -217,7 +218,7 @@ class TokenLookup:
         length = 1
         while len(places) and length < _MAX_MATCH:
             longer = places[tokens[places - length] == tokens[last - length]]
-            if not len(longer) or tokens[last - length] == _UNKNOWN:
+            if not len(longer) or tokens[last - length] == UNKNOWN:
                 break
             places, length = longer, length + 1
         if len(places) and length >= self._minimum:

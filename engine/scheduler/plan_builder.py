@@ -100,6 +100,7 @@ class PlanBuilder:
                 params=params,
                 num_scored_tokens=request.num_scored_tokens,
                 second_segment=request.core_request.second_segment,
+                media=[msgspec.structs.replace(item, data=None) for item in request.core_request.media],
             )
         )
 

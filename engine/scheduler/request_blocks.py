@@ -100,8 +100,8 @@ class RequestBlocks:
             request.num_published = full
 
     def _extend_hashes(self, request: Request) -> None:
-        salt, kv = request.core_request.cache_salt, self.kv
-        extend_hashes(request.hashes, request.token_ids, kv.block_size, salt, kv.num_groups)
+        known, kv = request.core_request, self.kv
+        extend_hashes(request.hashes, request.token_ids, kv.block_size, known.cache_salt, kv.num_groups, known.media)
 
     def check_integrity(self, running: Sequence[Request], max_row: int) -> None:
         """Assert that the running requests have the blocks that they need, if a row has at most `max_row` tokens."""

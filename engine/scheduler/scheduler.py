@@ -21,7 +21,8 @@ While drafts of a model pay, a single stage runs ahead only if all rows can be c
 
 The scheduler coordinates; other objects own the state between its calls: `TokenBudget` decides how many tokens a plan
 contains, `RequestQueue` which request is next, `RunningRequests` which requests have a slot, `RequestBlocks` which
-memory requests have, `PlansInFlight` which results are awaited, and `PlanBuilder` which changes the workers receive.
+memory requests have, `EncoderCacheManager` which images are encoded, `PlansInFlight` which results are awaited, and
+`PlanBuilder` which changes the workers receive.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from itertools import accumulate, repeat, takewhile
+
+import msgspec
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -39,6 +43,7 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import ITERATION_TOKENS, EngineStats
 from quire.engine.scheduler.draft_steps import DraftSteps
 from quire.engine.scheduler.drafts_in_flight import DraftsInFlight
+from quire.engine.scheduler.encoder_cache import EncoderCacheManager
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager
 from quire.engine.scheduler.model_drafts import ModelSpeculationManager, make_speculation
@@ -63,13 +68,15 @@ class Scheduler:
         self.stages = config.parallel.pipeline_parallel_size
         self.workers_keep_tokens = self.stages == 1
         """The stage that samples also embeds the tokens, so plans need not send them back to it."""
-        self.limits = RequestLimits(config.model)
+        self.limits = RequestLimits(config)
         self.kv = KVCacheManager(
             cache.num_blocks, cache.block_size, cache.enable_prefix_caching, cache.groups, cache.blocks_per_page
         )
         self.in_flight = PlansInFlight()
         self.drafts_in_flight = DraftsInFlight()
         self.blocks = RequestBlocks(self.kv, self.in_flight, self.drafts_in_flight)
+        self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
+        self.encoder_cache = EncoderCacheManager(config, self.in_flight, self.stats)
         self.requests: dict[str, Request] = {}
         self.running = RunningRequests(self.config.max_num_seqs)
         self.grammars = GrammarCompiler(config.model)
@@ -79,7 +86,6 @@ class Scheduler:
         self.draft_steps = DraftSteps(config, self.blocks, self.in_flight, self.drafts_in_flight)
         self.waiting = RequestQueue()
         self.token_budget = TokenBudget(self.config, self.stages)
-        self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
         self._num_added = 0
         self._admits = True
         """False once this plan has preempted or chosen a victim: that request would be admitted again at once."""
@@ -112,11 +118,10 @@ class Scheduler:
         """
         prompt, output = core_request.prompt_token_ids, core_request.output_token_ids
         if core_request.request_id in self.requests:
-            error: str | None = f"request id {core_request.request_id!r} is in use"
-        else:
-            error = self.limits.validate(core_request)
-        if error is not None:
-            return EngineCoreOutput(core_request.request_id, [], finish_reason="error", error=error)
+            in_use = f"request id {core_request.request_id!r} is in use"
+            return EngineCoreOutput(core_request.request_id, [], finish_reason="error", error=in_use)
+        if (error := self.limits.validate(core_request)) is not None:
+            return EngineCoreOutput(core_request.request_id, [], finish_reason="error", error=error, is_invalid=True)
         params, forced = core_request.params, [] if started is None else started.forced
         if started is not None and started.grammar.is_complete:
             return EngineCoreOutput(core_request.request_id, forced, finish_reason="stop")
@@ -137,6 +142,12 @@ class Scheduler:
         if len(request.token_ids) >= request.max_tokens:
             return EngineCoreOutput(core_request.request_id, [], finish_reason="length")
         self._num_added += 1
+        if salt := core_request.cache_salt:  # no request can tell which images those with another salt have
+            core_request.media = [
+                msgspec.structs.replace(item, digest=blake2b(item.digest, key=salt, digest_size=16).digest())
+                for item in core_request.media
+            ]
+        self.encoder_cache.add(request)
         self.requests[core_request.request_id] = request
         self.waiting.add(request)
         return None
@@ -161,6 +172,7 @@ class Scheduler:
         self.waiting.finish(request)
         if request.slot is not None:
             self._remove_from_workers(request)
+        self.encoder_cache.finish(request)
 
     def _remove_from_workers(self, request: Request) -> None:
         """Free a running request's slot and blocks; only its tokens are kept."""
@@ -168,6 +180,7 @@ class Scheduler:
         self.running.stop(request)
         self.drafts_in_flight.pop(request, None)
         self.blocks.free(request)
+        self.encoder_cache.release(request)
         request.num_computed_tokens = request.num_accepted = request.decode_until = 0
 
     # --- plans ------------------------------------------------------------------------------------------------
@@ -197,14 +210,25 @@ class Scheduler:
         self._schedule_chunks(plan, self.structured_output.ready, PlanLimits(max_rows, max_tokens, max_tokens))
         num_decodes = plan.num_rows
         context += sum(request.num_computed_tokens for request in plan.changed[num_plain:])
+        is_latency_bound = bool(self.running.decoding or self.structured_output or self.drafts_in_flight)
+        encoded, waits_for_encoder = 0.0, False
+        measures_decodes = self.token_budget.measures_decodes(num_decodes, self.running.prefilling, self.waiting)
+        if self.encoder_cache.has_requests and not measures_decodes:
+            waits_for_encoder = not self.waiting and all(map(self.encoder_cache.is_awaited_by, self.running.prefilling))
+            within: float | None = None
+            if is_latency_bound and self.config.dynamic_chunking:
+                within = self.token_budget.max_encoder_features(num_decodes, context, waits_for_encoder)
+            encoded = self.encoder_cache.start(within)
         max_prompt_tokens = self.token_budget.max_prompt_tokens(
             num_decodes,
             context,
             self.running.prefilling,
             self.waiting,
-            is_latency_bound=bool(self.running.decoding or self.structured_output or self.drafts_in_flight),
+            encoded,
+            is_latency_bound=is_latency_bound,
+            waits_for_encoder=waits_for_encoder,
         )
-        max_prompt_tokens = min(max_prompt_tokens, max_tokens - plan.num_tokens)
+        max_prompt_tokens = 0 if measures_decodes else min(max_prompt_tokens, max_tokens - plan.num_tokens)
         max_chunk = self.token_budget.max_chunk(
             max_prompt_tokens, len(self.running.prefilling) + len(self.waiting), is_alone=len(self.requests) == 1
         )
@@ -218,9 +242,10 @@ class Scheduler:
         self._schedule_chunks(plan, chunks, limits)
         self._admit(plan, limits)
 
-        if plan.num_rows:
+        if plan.num_rows or self.encoder_cache.has_planned:
+            encoded = self.encoder_cache.num_planned
             output, rows = self._finish_plan(plan)
-            self.token_budget.on_scheduled(output, rows, num_decodes, context)
+            self.token_budget.on_scheduled(output, rows, num_decodes, context, encoded)
             return output
         if len(self.in_flight) and len(self.requests) >= self.stages:
             self.stats.idle_stage_steps += max(0, self.stages - len(self.in_flight))
@@ -236,7 +261,7 @@ class Scheduler:
             num_reserved, has_time = len(self.running.decoding) * self.kv.num_groups, not self._has_prompts
             self.draft_steps.ask(plan, self.speculation, num_reserved, has_time=has_time)
         output, rows = plan.finish()
-        output.freed_slots = self.running.take_freed_slots()
+        output.freed_slots, output.media = self.running.take_freed_slots(), self.encoder_cache.take_plan()
         self.in_flight.add(output, rows)
         self.stats.steps += 1
         return output, rows
@@ -349,17 +374,27 @@ class Scheduler:
         for request in queue[:]:
             if plan.is_full(limits):
                 break
-            count = plan.chunk(request, limits)
-            # A request without a slot was preempted by an earlier row.
-            if not count or request.slot is None or request is self._next_victim:
-                continue
-            if self._make_room(request, count):
+            if request.slot is None or request is self._next_victim:
+                continue  # it was preempted by an earlier row, or will be
+            count = self._chunk_size(plan, request, limits)
+            if count and self._make_room(request, count):
                 self._schedule_chunk(plan, request, count)
+
+    def _chunk_size(self, plan: PlanBuilder, request: Request, limits: PlanLimits) -> int:
+        """Return how many of a request's pending tokens fit. While decodes leave too little room for an image that must
+        be in one row, nobody is admitted."""
+        count = plan.chunk(request, limits)
+        if count and request.core_request.media:
+            count = self.encoder_cache.limit_chunk(request, count, self.config.max_num_batched_tokens - plan.num_tokens)
+            self._admits &= not self.encoder_cache.lacks_tokens
+        return count
 
     def _schedule_chunk(self, plan: PlanBuilder, request: Request, count: int) -> None:
         """Add a row of pending tokens. After its last chunk a request becomes a decode, or sends its grammar mask."""
         assert request.slot is not None
         plan.add_chunk(request, count, self.blocks.advance(request, count))
+        if request.core_request.media:
+            self.encoder_cache.hold(request, count)
         self.waiting.serve(request, count)
         if self.kv.windows:
             self._window_moved.append(request)
@@ -397,7 +432,7 @@ class Scheduler:
             if request is None or not self._start(plan, request, limits):
                 break
             plan.add_new(request, self.kv.block_table(request.block_ids))
-            self._schedule_chunk(plan, request, plan.chunk(request, limits))
+            self._schedule_chunk(plan, request, self._chunk_size(plan, request, limits))
 
     def _find_prefix(self, request: Request) -> list[int] | None:
         prefix = self.blocks.find_prefix(request, self.config.max_num_batched_tokens)
@@ -410,7 +445,7 @@ class Scheduler:
         if prefix is None:
             return False
         request.num_computed_tokens = self.kv.num_tokens_in(len(prefix))
-        if not plan.chunk(request, limits):
+        if not self._chunk_size(plan, request, limits):
             request.num_computed_tokens = 0
             return False
         self.waiting.pop(request)
@@ -475,8 +510,11 @@ class Scheduler:
         rows, outputs, num_accepted = self.in_flight.rows[plan.step], OutputsByClient(), self.stats.num_accepted_tokens
         if result.failure:
             self._fail(plan, result.failure, outputs)
+        if result.encoding_failures:
+            self._end_with(result.encoding_failures, outputs)
         self.in_flight.finish(plan)
         self.kv.mark_written(plan.step)
+        self.encoder_cache.on_finished(plan.step)
         if self.speculation is not None:
             self.speculation.on_result(plan, None if result.failure else time.perf_counter())
         for number, scored in result.prompt_logprobs.items():  # they are not computed again after a preemption
@@ -549,7 +587,7 @@ class Scheduler:
         skipped = self.in_flight.fail(plan.step)
         if skipped is None:
             return
-        for request in self.in_flight.rows[plan.step]:
+        for request in (*self.in_flight.rows[plan.step], *self.encoder_cache.encoded_for(plan.step)):
             if request.finish_reason is None:
                 output = self._end(request, "error")
                 output.error = reason
@@ -558,6 +596,17 @@ class Scheduler:
             if request.slot is not None:
                 self._requeue(request)
         self.kv.unpublish_unwritten()
+        self.encoder_cache.on_failed(plan.step)
+
+    def _end_with(self, failures: dict[bytes, str], outputs: OutputsByClient) -> None:
+        """End the requests with images that could not be encoded. What the workers computed of them since is wrong, and
+        no other request can have used it: the hashes of such blocks include the image."""
+        for request, item in self.encoder_cache.requests_with(failures).items():
+            output = self._end(request, "error")
+            output.error = failures[item.digest]
+            outputs.add(request, output)
+            self.kv.unpublish(request.hashes[self.kv.num_full_blocks(item.offset) :])
+        self.encoder_cache.drop(failures)
 
     def _verify(
         self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs | None], num_made: int
@@ -633,6 +682,7 @@ class Scheduler:
         waiting = self.waiting.check_integrity(self.running)
         assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
         self.running.check_integrity(self.structured_output, drafted)
+        self.encoder_cache.check_integrity(self.running)
         for request in self.running:
             least = request.num_computed_tokens - drafted.num_drafts(request)
             assert least < len(request.token_ids) + self.config.depth

@@ -20,7 +20,7 @@ from typing import Literal
 
 from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.scheduler.ngram import RECENT_MATCH, Acceptance, RecentTexts, TokenLookup
+from quire.engine.scheduler.ngram import RECENT_MATCH, UNKNOWN, Acceptance, RecentTexts, TokenLookup
 from quire.engine.scheduler.request import Request
 
 MAX_ROWS = 32
@@ -236,7 +236,10 @@ class SpeculationManager:
             lookup = request.lookup = TokenLookup(
                 self.config.prompt_lookup_min, predicted, self.recent, salt, self.acceptance
             )
-            lookup.extend(request.token_ids[: request.num_prompt_tokens])  # the predicted tokens follow it
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            for item in asked.media:  # images are not repeated, whatever token stands for their features
+                prompt[item.offset : item.end] = [UNKNOWN] * item.length
+            lookup.extend(prompt)  # the predicted tokens follow it
         lookup.extend(request.token_ids)
         if (most := self.max_drafts(request)) <= 0:
             return [], []

@@ -22,7 +22,7 @@ _OUTLIERS_AFTER = 16
 _DECODE_STRIDE = 16
 """Of consecutive decode-only steps, only one in this many is learned from: they are alike, and learning takes time."""
 _SWEEPS = 8
-_SCALE = (1.0, 1 / 256, 1 / 32, 1 / 2**14, 1 / 2**18)
+_SCALE = (1.0, 1 / 256, 1 / 32, 1 / 2**14, 1 / 2**18, 1 / 256)
 """Scale of each feature, which brings them to the same order of magnitude."""
 
 
@@ -36,6 +36,13 @@ class StepLoad(NamedTuple):
     """KV tokens that the decodes read."""
     prompt_context: float
     """KV tokens that the prompt tokens read: the sum of their positions."""
+    encoded_features: float = 0.0
+    """Features of images and videos that a tower computes; of an item that it does not complete, the same share as of
+    the tower's layers."""
+
+    @property
+    def is_decodes_only(self) -> bool:
+        return not (self.prompt_tokens or self.encoded_features)
 
 
 class StepTimeModel:
@@ -44,25 +51,31 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._coefficients = [0.0] * len(_SCALE)
         self._sums = {kind: _Sums() for kind in (False, True)}
-        """Sums of the steps without (False) and with (True) prompt tokens."""
+        """Sums of the steps with only decodes (False) and of the others (True)."""
         self.max_prompt_tokens_seen = 0
         """Largest number of prompt tokens in a measured step; predictions far beyond it are unreliable."""
+        self._has_encoded = False
+        """Whether a measured step has encoded images or videos."""
         self._num_steps = 0
         self._num_outliers = 0
         """Consecutive steps that took far longer than predicted."""
         self._num_decode_only = 0
-        """Consecutive steps without prompt tokens."""
+        """Consecutive steps with only decodes."""
         self._is_fitted = True
 
     @property
     def is_ready(self) -> bool:
         """Whether the cost of prompt tokens is known."""
-        return self._sums[True].weight > 1.5
+        return self._sums[True].weight > 1.5 and self.max_prompt_tokens_seen > 0
+
+    def can_predict(self, load: StepLoad) -> bool:
+        """Whether the costs of such a step are known."""
+        return self.is_ready and (self._has_encoded or not load.encoded_features)
 
     def learn(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step with this load that took `seconds`."""
         self._num_steps += 1
-        self._num_decode_only = 0 if load.prompt_tokens else self._num_decode_only + 1
+        self._num_decode_only = self._num_decode_only + 1 if load.is_decodes_only else 0
         is_alike = (
             self._num_steps > _DECODE_STRIDE
             and self._num_decode_only > 0
@@ -70,7 +83,9 @@ class StepTimeModel:
         )
         if self._num_steps <= _WARM_UP or seconds <= 0.0 or is_alike:
             return
-        if self._num_steps > _OUTLIERS_AFTER and 0.0 < (expected := _OUTLIER_FACTOR * self.predict(load)) < seconds:
+        is_new = load.encoded_features > 0 and not self._has_encoded
+        may_clip = self._num_steps > _OUTLIERS_AFTER and not is_new
+        if may_clip and 0.0 < (expected := _OUTLIER_FACTOR * self.predict(load)) < seconds:
             self._num_outliers += 1
             if self._num_outliers <= _MAX_OUTLIERS:
                 seconds = expected
@@ -78,7 +93,8 @@ class StepTimeModel:
             self._num_outliers = 0
         features = [count * scale for count, scale in zip((1, *load), _SCALE, strict=True)]
         self.max_prompt_tokens_seen = max(self.max_prompt_tokens_seen, load.prompt_tokens)
-        self._sums[load.prompt_tokens > 0].add([feature / seconds for feature in features])
+        self._has_encoded |= load.encoded_features > 0
+        self._sums[not load.is_decodes_only].add([feature / seconds for feature in features])
         self._is_fitted = False
 
     def predict(self, load: StepLoad) -> float:
@@ -87,9 +103,12 @@ class StepTimeModel:
         counts = zip(self._coefficients, (1, *load), _SCALE, strict=True)
         return sum(coefficient * count * scale for coefficient, count, scale in counts)
 
-    def prompt_tokens_within(self, seconds: float, decodes: int, decode_context: int, position: int) -> float:
-        """Prompt tokens, starting at `position`, that fit into `seconds` next to these decodes; may be infinite."""
-        left = seconds - self.predict(StepLoad(0, decodes, decode_context, 0.0))
+    def prompt_tokens_within(
+        self, seconds: float, decodes: int, decode_context: int, position: int, encoded_features: float = 0.0
+    ) -> float:
+        """Prompt tokens, starting at `position`, that fit into `seconds` next to these decodes and features; may be
+        infinite."""
+        left = seconds - self.predict(StepLoad(0, decodes, decode_context, 0.0, encoded_features))
         if left <= 0.0:
             return 0.0
         # token n costs each + growth * (position + n): solve  growth / 2 n² + slope n = left
@@ -97,6 +116,14 @@ class StepTimeModel:
         slope = each + growth * position
         divisor = slope + math.sqrt(slope * slope + 2 * growth * left)
         return 2 * left / divisor if divisor else math.inf
+
+    def encoder_features_within(self, seconds: float, load: StepLoad) -> float:
+        """Features that can be encoded in `seconds` in a step with this load: 0 while their cost is not known; may be
+        infinite."""
+        if not self._has_encoded:
+            return 0.0
+        left, each = seconds - self.predict(load), self._coefficients[5] * _SCALE[5]
+        return max(0.0, left) / each if each else math.inf
 
     def efficient_prompt_tokens(self, overhead: float) -> float:
         """Minimum tokens of a prompt-only step at which the fixed cost is at most this share of its time."""

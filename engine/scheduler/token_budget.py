@@ -27,12 +27,22 @@ _MAX_QUEUED_STEPS = 8.0
 its maximum."""
 _LOOK_AHEAD = 32
 """Number of waiting requests counted as queued."""
+_ENCODER_SHARE = 0.8
+"""Share of the target time that a step may fill that encodes images: the layers of a tower do not all take the same
+time, and the first and last parts of an image include more than layers."""
 _DECODE_ONLY_EVERY = 64
 """One in this many mixed plans contains decodes only, to measure them."""
 _MIN_TARGET = 0.02
 """Seconds. Shorter steps of small models have no visible benefit."""
 _MAX_OVERHEAD = 0.05
 """Maximum share of the fixed cost in the time of a prompt-only step."""
+_MAX_LARGER = 2
+"""How many times larger than any before an image may be for a prediction."""
+
+
+def _largest_item(plan: SchedulerOutput) -> int:
+    """Features of the largest image that a plan encodes, at least in part."""
+    return max((item.num_features for item in plan.media.encoded), default=0) if plan.media is not None else 0
 
 
 class TokenBudget:
@@ -44,6 +54,9 @@ class TokenBudget:
         self.step_time = StepTimeModel() if config.dynamic_chunking else None
         self._loads: dict[int, StepLoad] = {}
         """The load of each plan in flight, to learn its step time."""
+        self._largest_item = 0
+        """Features of the largest image that a measured step has encoded: patches that attend to each other cost more
+        in larger ones."""
         self._mixed_plans = _DECODE_ONLY_EVERY
         """Mixed plans since the last decode-only one."""
 
@@ -60,29 +73,34 @@ class TokenBudget:
         tokens = tokens_in_flight + sum(request.num_pending_tokens for request in running) + waiting.pending(room)
         return rows, limits.share(tokens, self.stages)
 
+    def measures_decodes(self, decodes: int, prefilling: Sequence[Request], waiting: RequestQueue) -> bool:
+        """Whether a plan that could have prompts or images beside its decodes has only these, to measure them."""
+        if self.step_time is None or self.config.itl_target is not None or not decodes or not (prefilling or waiting):
+            return False
+        self._mixed_plans = (self._mixed_plans + 1) % (_DECODE_ONLY_EVERY + 1)
+        return not self._mixed_plans
+
     def max_prompt_tokens(
         self,
         decodes: int,
         context: int,
         prefilling: Sequence[Request],
         waiting: RequestQueue,
+        encoded: float = 0.0,
         *,
         is_latency_bound: bool,
+        waits_for_encoder: bool = False,
     ) -> int:
         """Return the maximum prompt tokens of a plan, such that the step stays within its target time.
 
-        `context` is the number of KV tokens that the decodes read. If the step is not latency-bound, because no request
-        waits for its next token, it is as long as is efficient.
+        `context` is the number of KV tokens that the decodes read, and `encoded` that of the features of images that
+        the step computes. `waits_for_encoder`: all prompts have waited for these. If the step is not latency-bound,
+        because no request waits for its next token, it is as long as is efficient.
         """
         limits, step_time = self.config, self.step_time
         limit = limits.max_num_batched_tokens
         if step_time is None or not (prefilling or waiting):
             return limit
-        if limits.itl_target is None and decodes:
-            self._mixed_plans += 1
-            if self._mixed_plans > _DECODE_ONLY_EVERY:
-                self._mixed_plans = 0
-                return 0
         limit = min(limit, max(_FIRST_CHUNK, 2 * step_time.max_prompt_tokens_seen))
         if not step_time.is_ready:
             return min(limit, _FIRST_CHUNK)
@@ -90,16 +108,31 @@ class TokenBudget:
             return int(min(limit, max(_FIRST_CHUNK, step_time.efficient_prompt_tokens(_MAX_OVERHEAD))))
         position = prefilling[0].num_computed_tokens if prefilling else 0
 
-        def within(seconds: float) -> int:
-            tokens = step_time.prompt_tokens_within(seconds, decodes, context, position)
-            return max(_MIN_CHUNK, int(min(limit, tokens)))
+        def within(seconds: float, encoded: float = encoded) -> int:
+            tokens = step_time.prompt_tokens_within(seconds, decodes, context, position, encoded)
+            return max(0 if encoded and waits_for_encoder else _MIN_CHUNK, int(min(limit, tokens)))
 
+        target = self._target(step_time, decodes, context, encodes=encoded > 0)
         if limits.itl_target is not None:
-            return within(limits.itl_target / self.stages)  # a token passes through every stage
+            return within(target)
         short, long = _DECODE_STEPS
-        target = max(_MIN_TARGET, short * step_time.predict(StepLoad(0, decodes, context, 0.0)))
         queued = sum(request.num_pending_tokens for request in prefilling) + waiting.pending(_LOOK_AHEAD)
-        return within(target * min(long / short, max(1.0, queued / within(target) / _MAX_QUEUED_STEPS)))
+        return within(target * min(long / short, max(1.0, queued / within(target, 0.0) / _MAX_QUEUED_STEPS)))
+
+    def _target(self, step_time: StepTimeModel, decodes: int, context: int, *, encodes: bool) -> float:
+        """Target of a latency-bound step with these decodes, in seconds, if no prompts queue up."""
+        share = _ENCODER_SHARE if encodes else 1.0
+        if self.config.itl_target is not None:
+            return share * self.config.itl_target / self.stages  # a token passes through every stage
+        return share * max(_MIN_TARGET, _DECODE_STEPS[0] * step_time.predict(StepLoad(0, decodes, context, 0.0)))
+
+    def max_encoder_features(self, decodes: int, context: int, waits_for_encoder: bool) -> float:
+        """Return how many features of images and videos fit into the target time of a latency-bound step, next to the
+        minimum prompt tokens if a prompt does not wait for features; may be infinite. Step times must be modelled."""
+        assert self.step_time is not None
+        target = self._target(self.step_time, decodes, context, encodes=True)
+        tokens = 0 if waits_for_encoder else _MIN_CHUNK
+        return self.step_time.encoder_features_within(target, StepLoad(tokens, decodes, context, 0.0))
 
     def max_chunk(self, tokens_left: int, num_prompts: int, *, is_alone: bool) -> int:
         """Return the maximum tokens of a prompt in a plan with `tokens_left` for `num_prompts` prompts.
@@ -109,23 +142,30 @@ class TokenBudget:
         share = -(-tokens_left // max(1, min(num_prompts, self.config.max_num_partial_prefills)))
         return share if is_alone else min(share, self.config.long_prefill_token_threshold or share)
 
-    def on_scheduled(self, plan: SchedulerOutput, rows: Sequence[Request], decodes: int, context: int) -> None:
-        """Record the load of a plan whose first rows are decodes (of several tokens each if a grammar forces some).
+    def on_scheduled(
+        self, plan: SchedulerOutput, rows: Sequence[Request], decodes: int, context: int, encoded: float
+    ) -> None:
+        """Record the load of a plan that encodes so many features, and whose first rows are decodes (of several tokens
+        each if a grammar forces some).
 
-        Not of one with drafts, which cost less than the tokens of prompts, or after which some are made.
+        Not of one without rows, which does not wait for a GPU. Not of one with drafts, which cost less than the tokens
+        of prompts, or after which some are made.
         """
-        if self.step_time is None or plan.num_drafts or plan.num_draft_tokens:
+        if self.step_time is None or not rows or plan.num_drafts or plan.num_draft_tokens:
             return
         prompt_context = 0.0
         chunks = plan.scheduled[decodes - len(plan.decodes) :]
         for request, row in zip(rows[decodes:], chunks, strict=True):
             prompt_context += row.num_tokens * (request.num_computed_tokens - row.num_tokens / 2)
-        self._loads[plan.step] = StepLoad(plan.num_tokens - decodes, decodes, context, prompt_context)
+        self._loads[plan.step] = StepLoad(plan.num_tokens - decodes, decodes, context, prompt_context, encoded)
 
     def predict(self, plan: SchedulerOutput) -> float | None:
-        """Return the expected duration of a plan's step, in seconds; None if too few steps have been measured."""
+        """Return the expected duration of a plan's step, in seconds; None if too few steps have been measured, or none
+        with images of about this size."""
         load = self._loads.get(plan.step)
-        if load is None or self.step_time is None or not self.step_time.is_ready:
+        if load is None or self.step_time is None or not self.step_time.can_predict(load):
+            return None
+        if _largest_item(plan) > _MAX_LARGER * self._largest_item:
             return None
         return self.step_time.predict(load)
 
@@ -134,3 +174,4 @@ class TokenBudget:
         load = self._loads.pop(plan.step, None)
         if load is not None and seconds is not None and self.step_time is not None:
             self.step_time.learn(load, seconds)
+            self._largest_item = max(self._largest_item, _largest_item(plan))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.runner_output import RankOutput
 
 Array = npt.NDArray[Any]
 
@@ -58,13 +58,13 @@ class AsyncOutput:
     One thread must call `result` in the order of the steps; it need not be the thread that launches them.
     """
 
-    def __init__(self, result: ModelRunnerOutput | None, readings: Sequence[AsyncRead], device: torch.device) -> None:
+    def __init__(self, result: RankOutput, readings: Sequence[AsyncRead], device: torch.device) -> None:
         """`result` holds everything known at launch; None: this rank reports no result, only that its step is
         complete."""
         self._result, self._readings = result, readings
         self._copy = HostCopy([tensor for reading in readings for tensor in reading.tensors], device)
 
-    def result(self) -> ModelRunnerOutput | None:
+    def result(self) -> RankOutput:
         """Wait for the device. Raises errors that occurred there."""
         arrays = self._copy.arrays()
         for reading in self._readings:

@@ -139,8 +139,10 @@ class DecodeGraphs:
             or not 0 < rows == len(batch.sequence_lengths) <= self._sizes[-1]
         ):
             return None
-        if batch.replica_tokens:
+        if batch.replica_tokens or batch.media_tokens is not None:
             return None
+        if batch.rope_positions is not None and batch.rope_positions.ndim > 1:
+            return None  # of a prompt's last token
         size = self._sizes[bisect_left(self._sizes, rows)]
         self._inputs.fill(received, batch, size)
         if (replay := self._replays.get(size)) is not None:
@@ -171,6 +173,7 @@ class _Inputs:
 
         self._token_ids, self._positions, self._lengths = full(0, most), full(0, most), full(1, most)
         self._token_mask = full(1, most)
+        self._rope_positions = full(0, most) if config.model.architecture.has_rope_sections else None
         self._groups: dict[int, KVBlocks | tuple[Tensor, Tensor]] = {
             number: (full(-1, most), full(-1, most))
             if group.is_state
@@ -205,6 +208,7 @@ class _Inputs:
             },
             host=HostMetadata(np.ones(size, np.int64), np.full(size, self._longest, np.int64)),
             token_mask=self._token_mask[:size],
+            rope_positions=None if self._rope_positions is None else self._rope_positions[:size],
         )
 
     def fill(self, received: Tensor | None, batch: Batch, size: int) -> None:
@@ -215,6 +219,9 @@ class _Inputs:
             (self._lengths, batch.sequence_lengths, self._one),
             (self._token_mask, self._one[:rows], self._zero),
         ]
+        if self._rope_positions is not None:
+            along_axes = batch.positions if batch.rope_positions is None else batch.rope_positions
+            parts.append((self._rope_positions, along_axes, self._zero))
         for number, group in batch.groups.items():
             own = self._groups[number]
             if isinstance(group, KVBlocks):

@@ -17,6 +17,7 @@ from quire.engine.layers.batch import Batch, KVBlocks
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import NewRequestData, SchedulerOutput
 from quire.engine.worker.async_copies import send
+from quire.engine.worker.media_rows import FeatureRange, MediaRows
 from quire.kernels import HostMetadata, StateSegments
 
 Ints = npt.NDArray[np.int64]
@@ -87,9 +88,10 @@ class InputBatch:
         states: Collection[int] = (),
         blocks_per_page: int = 1,
         is_shared: bool | None = None,
+        media: MediaRows | None = None,
     ) -> None:
         """`states` are the groups with recurrent states, in pages of `blocks_per_page` blocks. `is_shared`: whether
-        device and host share their memory; None: they do on a CPU."""
+        device and host share their memory; None: they do on a CPU. `media`: None: the model takes text only."""
         self._states, self._blocks_per_page = states, blocks_per_page
         self.block_size = block_size
         self._groups, self._device = groups, torch.device(device)
@@ -127,6 +129,9 @@ class InputBatch:
         self.controls = np.zeros(slots, [(name, dtype) for name, (dtype, _) in _CONTROLS.items()])
         """The numeric fields of `params`, as arrays."""
         self.params: list[SamplingParams | None] = [None] * slots
+        self._media = media
+        self.features: list[FeatureRange] = []
+        """The features that the last batch's `media_tokens` take, in the same order."""
 
     def apply(self, plan: SchedulerOutput, chained_drafts: Mapping[int, int] = MappingProxyType({})) -> StepRows:
         """Update the state to the start of `plan`, and return the rows that the plan runs.
@@ -135,6 +140,8 @@ class InputBatch:
         """
         for slot in plan.freed_slots:
             self.params[slot] = None
+        if self._media is not None:
+            self._media.free(plan.freed_slots)
         for request in plan.new:
             self._add(request)
         has_drafts = any(chained_drafts.values())
@@ -241,13 +248,18 @@ class InputBatch:
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed_tokens[slot] = self.num_drafter_tokens[slot] = request.num_computed_tokens
         self.num_tokens[slot] = self.num_blocks[slot] = self.drafted_until[slot] = 0
-        self._extend_tokens(slot, request.token_ids)
+        token_ids = request.token_ids
+        if self._media is not None and request.media:
+            token_ids = self._media.valid(token_ids)
+        self._extend_tokens(slot, token_ids)
         self._extend_tables(slot, request.block_ids)
         is_scored = params.prompt_logprobs is not None
         self.score_from[slot] = request.num_scored_tokens
         self.score_until[slot] = request.num_prompt_tokens - 1 if is_scored else 0
         self.second_segment[slot] = request.second_segment
         self.controls[slot] = tuple(value(params) for _, value in _CONTROLS.values())
+        if self._media is not None:
+            self._media.add(slot, request.media, request.num_prompt_tokens)
 
     def _extend_tokens(self, slot: int, token_ids: list[int]) -> None:
         self._write_tokens(slot, token_ids)
@@ -283,6 +295,9 @@ class InputBatch:
         slots, counts, first = rows.slots, rows.counts, self.num_computed_tokens[rows.slots]
         starts = np.concatenate(([0], counts.cumsum()))
         last = starts[rows.sampling] + rows.lengths - first[rows.sampling] - 1  # the sampled token follows it
+        tensors: dict[str, Ints] = {}
+        if self._media is not None:
+            tensors, self.features = self._media.step(slots, first, counts)
         owners, positions = slots, first  # [tokens]
         if counts.max(initial=1) > 1:
             owners = np.repeat(slots, counts)
@@ -306,11 +321,13 @@ class InputBatch:
             tokens[last] + 1,
             *self._slot_mappings(owners, blocks, offsets),
             *chain.from_iterable(segments.values()),
+            *(each.ravel() for each in tensors.values()),
         )
         places, ends, query_starts, sampled, kept, *others = sent
-        slot_mappings, of_states = others[: len(tables)], iter(others[len(tables) :])
+        slot_mappings, rest = others[: len(tables)], iter(others[len(tables) :])
         groups: dict[int, KVBlocks | StateSegments] = {**_kv_blocks(slot_mappings, tables)}
-        groups |= {group: StateSegments(*islice(of_states, 4)) for group in segments}
+        groups |= {group: StateSegments(*islice(rest, 4)) for group in segments}
+        of_media = {name: next(rest).view(each.shape) for name, each in tensors.items()}
         batch = Batch(
             token_ids=token_ids,
             positions=places,
@@ -321,6 +338,9 @@ class InputBatch:
             host=HostMetadata(counts, lengths, {}),
             replica_tokens=replica_tokens,
             logits_indices_only=logits_indices_only,
+            rope_positions=of_media.get("rope_positions"),
+            media_tokens=of_media.get("media_tokens"),
+            key_ends=of_media.get("key_ends"),
         )
         return batch, kept
 

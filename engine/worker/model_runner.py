@@ -24,7 +24,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.process import log
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
-from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
+from quire.engine.protocol.runner_output import LOST_REPLICAS, EncoderOutput, ModelRunnerOutput, RankOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import warm_up
 from quire.engine.worker.async_copies import Array, AsyncOutput, AsyncRead, send
@@ -32,9 +32,11 @@ from quire.engine.worker.chained_rows import StepEnd
 from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.drafter import SampledStep, count_accepted, may_draft
 from quire.engine.worker.drafters import load_drafter
+from quire.engine.worker.encoder_cache import EncoderCache
 from quire.engine.worker.eplb import ExpertLoadBalancer
 from quire.engine.worker.input_batch import InputBatch, Ints, StepRows
 from quire.engine.worker.kv_caches import KVCaches
+from quire.engine.worker.media_rows import MediaRows
 from quire.engine.worker.memory import MemoryMeter, determine_num_blocks
 from quire.engine.worker.oom import OOMHandler
 from quire.engine.worker.pooling_runner import PoolingRunner
@@ -90,6 +92,15 @@ class ModelRunner:
         if model.pooling is not None and self._pipeline.is_last:
             self._pooling_runner = PoolingRunner(model, model.pooling, self._model, device)
         self._sampler = Sampler(self._vocab_size, model.eos_token_ids, device)
+        media = model.architecture.media
+        self._encoder_cache: EncoderCache | None = None
+        """On the ranks of the first stage of a model that takes images or videos."""
+        if isinstance(self._model, Decoder) and self._model.tower is not None:
+            assert media is not None
+            width, is_single_rank = media.tower.feature_width, self._tp.size == 1
+            self._encoder_cache = EncoderCache(
+                self._model.tower, width, self._dtype, device, is_single_rank=is_single_rank
+            )
         states = [number for number, group in enumerate(cache.groups) if group.is_state]
         self._input_batch = InputBatch(
             slots=slots,
@@ -99,6 +110,9 @@ class ModelRunner:
             device=device,
             states=states,
             blocks_per_page=cache.blocks_per_page,
+            media=None
+            if media is None
+            else MediaRows(slots, media, self._vocab_size, has_axes=model.architecture.has_rope_sections),
         )
 
         drafter = config.drafter if self._pipeline.is_last else None
@@ -174,7 +188,8 @@ class ModelRunner:
         """Start a step of this stage, queued behind those started before it. On a GPU, this waits for none of them,
         except to know where chained rows begin (`StepEnd.resume`).
 
-        The returned object gives the step's result: the tokens on the first rank of the last stage, None on the others.
+        The returned object gives the step's result: the tokens on the first rank of the last stage, None on the others,
+        except for `EncoderOutput`.
         """
         if self._oom_handler is None:
             return self._launch(plan)
@@ -182,24 +197,36 @@ class ModelRunner:
         def failed(reason: str) -> AsyncOutput:
             return AsyncOutput(ModelRunnerOutput(plan.step, [], failure=reason), [], self._device)
 
-        return self._oom_handler.run(plan, lambda: self._launch(plan), lambda: self._input_batch.apply(plan), failed)
+        def skip() -> None:
+            self._input_batch.apply(plan)
+            if self._encoder_cache is not None and plan.media is not None:
+                self._encoder_cache.free(plan.media)
+
+        return self._oom_handler.run(plan, lambda: self._launch(plan), skip, failed)
 
     @torch.inference_mode()
     def _launch(self, plan: SchedulerOutput) -> AsyncOutput:
         returns_result = self._pipeline.is_last and self._tp.rank == 0
-        result = ModelRunnerOutput(plan.step, [-1] * plan.num_rows) if returns_result else None
+        failures = dict[bytes, str]()
+        """See `EncoderOutput`."""
+        result: ModelRunnerOutput | None = None
+        reported: RankOutput = None
+        if returns_result:
+            reported = result = ModelRunnerOutput(plan.step, [-1] * plan.num_rows, encoding_failures=failures)
+        elif self._encoder_cache is not None and self._tp.rank == 0 and plan.encodes:
+            reported = EncoderOutput(plan.step, failures)
         if self._replicas is None:
-            return AsyncOutput(result, self._run(plan, (), result), self._device)
+            return AsyncOutput(reported, self._run(plan, (), result, failures), self._device)
         try:
             replica_tokens, is_active = self._sync_replicas(plan, self._replicas)
-            readings = self._run(plan, replica_tokens, result)
+            readings = self._run(plan, replica_tokens, result, failures)
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 raise RuntimeError(f"{LOST_REPLICAS}: {error}") from error
             raise
         if result is not None:
             result.is_wave_active = is_active
-        return AsyncOutput(result, readings, self._device)
+        return AsyncOutput(reported, readings, self._device)
 
     def _sync_replicas(self, plan: SchedulerOutput, replicas: ExpertCommunicator) -> tuple[tuple[int, ...], bool]:
         """The number of tokens of each replica in this step, and whether any replica has work."""
@@ -211,14 +238,19 @@ class ModelRunner:
         return tuple(tokens for _, tokens, _ in reported), any(has_work for *_, has_work in reported)
 
     def _run(
-        self, plan: SchedulerOutput, replica_tokens: tuple[int, ...], result: ModelRunnerOutput | None
+        self,
+        plan: SchedulerOutput,
+        replica_tokens: tuple[int, ...],
+        result: ModelRunnerOutput | None,
+        failures: dict[bytes, str],
     ) -> list[AsyncRead]:
-        """Start all of a step, and store in `result` everything known immediately. Returns the reads of the rest."""
+        """Start all of a step, and store in `result` and `failures` everything known immediately. Returns the reads of
+        the rest."""
         expert_load = None if self._balancer is None else self._balancer.step()
         if result is not None:
             result.expert_load = expert_load
         self._tp.begin_step()
-        rows = self._update_states(plan)
+        rows = self._update_states(plan, failures)
         if not plan.num_rows and not any(replica_tokens):
             return self._run_without_rows()
         batch, places = self._prepare_inputs(rows, replica_tokens)
@@ -239,12 +271,14 @@ class ModelRunner:
         self._input_batch.advance(rows)
         return readings
 
-    def _update_states(self, plan: SchedulerOutput) -> StepRows:
-        """Bring the state of the requests up to the start of `plan`."""
+    def _update_states(self, plan: SchedulerOutput, failures: dict[bytes, str]) -> StepRows:
+        """Bring the state of the requests to the start of `plan`; store in `failures` what could not be encoded."""
         end, self._step_end = self._step_end, None
         assert end is not None or not any(row.is_chained for row in plan.scheduled), "chained to no step"
         rows = self._input_batch.apply(plan, {} if end is None else end.resume(plan, self._input_batch))
         self._kv_caches.clear_new_blocks(plan)
+        if self._encoder_cache is not None and plan.media is not None:
+            failures |= self._encoder_cache.update(plan.media)
         return rows
 
     def _prepare_inputs(self, rows: StepRows, replica_tokens: tuple[int, ...]) -> tuple[Batch, Tensor]:
@@ -254,6 +288,8 @@ class ModelRunner:
         batch, places = self._input_batch.batch(rows, replica_tokens, logits_indices_only=logits_indices_only)
         if isinstance(self._model, Encoder):
             batch = replace(batch, token_types=self._input_batch.token_types(rows))
+        if batch.media_tokens is not None and self._encoder_cache is not None:
+            batch = replace(batch, media_features=self._encoder_cache.read(self._input_batch.features))
         return batch, places
 
     def _receive(self, tokens: int) -> Tensor | None:

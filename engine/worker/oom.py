@@ -70,7 +70,7 @@ class OOMHandler:
             self._reason = f"out of memory on {self._device.type} in a step of {size}; {REMEDY}"
             logger.error("step %d failed: %s: %s", plan.step, self._reason, _line(error))
             traceback.clear_frames(error.__traceback__)  # the frames keep the step's tensors alive
-        self._release()
+        release_memory(self._device)
         return failed(self._reason)
 
     def attempt(self, name: str, call: Callable[[], T]) -> T | None:
@@ -82,13 +82,15 @@ class OOMHandler:
                 raise
             logger.warning("out of memory on %s: no %s in this step: %s", self._device.type, name, _line(error))
             traceback.clear_frames(error.__traceback__)
-        self._release()
+        release_memory(self._device)
         return None
 
-    def _release(self) -> None:
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+
+def release_memory(device: torch.device) -> None:
+    """Give back the memory that nothing refers to any longer. Not in an `except` block, whose error refers to much."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _line(error: Exception) -> str:

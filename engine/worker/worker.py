@@ -42,7 +42,7 @@ from quire.engine.process.supervisor import HEARTBEAT_SECONDS
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace, StartProfile, StopProfile
 from quire.engine.protocol.rank_state import RankState
-from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.runner_output import EncoderOutput, ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import LogRecord
 from quire.engine.protocol.supervision import Reload, SetLogLevel
@@ -265,7 +265,9 @@ class Reports:
         self._launched: SimpleQueue[tuple[int, AsyncOutput] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def send(self, message: WorkerReady | WorkerFailed | ModelRunnerOutput | LogRecord | RankTrace) -> None:
+    def send(
+        self, message: WorkerReady | WorkerFailed | ModelRunnerOutput | EncoderOutput | LogRecord | RankTrace
+    ) -> None:
         with self._sending:
             self._results.send_bytes(self._encode(message))
 

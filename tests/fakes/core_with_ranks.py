@@ -20,6 +20,7 @@ from quire.engine.protocol.engine_core import (
     ProbeReply,
     ToServer,
 )
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import Shutdown
@@ -80,6 +81,7 @@ class Ranks:
         *,
         reported: list[list[int]] | None = None,
         second_segments: list[int] | None = None,
+        media: list[list[MediaItem]] | None = None,
         num_blocks: int | None = None,
         speculation: SpeculationManager | None = None,
         **settings: Any,
@@ -87,7 +89,7 @@ class Ranks:
         """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`.
 
         `reported` is earlier output of each from another replica; the second text of each pair starts at
-        `second_segments`. `speculation` makes the drafts.
+        `second_segments`; `media` are the images and videos of each. `speculation` makes the drafts.
         """
         scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
@@ -109,6 +111,7 @@ class Ranks:
                 params,
                 output_token_ids=reported[i] if reported else [],
                 second_segment=second_segments[i] if second_segments else 0,
+                media=media[i] if media else [],
             )
             for i, (prompt, params) in enumerate(requests)
         ]

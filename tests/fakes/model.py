@@ -15,12 +15,14 @@ from itertools import zip_longest
 
 from quire.engine.config.engine_config import KVCacheGroup
 from quire.engine.protocol.logprobs import PromptLogprobs
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.runner_output import ModelRunnerOutput
-from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
+from quire.engine.protocol.scheduler_output import CachedRequestData, MediaPlan, SchedulerOutput
 from tests.fakes.outputs import prompt_logprobs
 
 VOCAB = 97
 FAILURE = "out of memory"
+DAMAGED = "cannot be encoded"
 
 
 def next_token(tokens: list[int]) -> int:
@@ -29,6 +31,16 @@ def next_token(tokens: list[int]) -> int:
     for token in tokens:
         value = (value * 31 + token + 1) % 1_000_003
     return value % VOCAB
+
+
+def with_features(prompt: Sequence[int], media: Sequence[MediaItem]) -> list[int]:
+    """The prompt as the model sees it: each feature is a token of its own."""
+    tokens = list(prompt)
+    for item in media:
+        places = [item.offset + place for run in item.runs for place in range(run.start, run.start + run.length)]
+        for number, place in enumerate(places):
+            tokens[place] = VOCAB + int.from_bytes(item.digest[:3]) + number
+    return tokens
 
 
 @dataclass
@@ -48,6 +60,7 @@ class Row:
     made: list[int] = field(default_factory=list)
     """The drafts that were made at the end of the last step."""
     last_step: int = -1
+    media: Sequence[MediaItem] = ()
     histories: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By group of layers: the number (see `FakeModel.numbers`) of each computed token."""
 
@@ -65,6 +78,19 @@ class FakeModel:
     """It embeds: the vector of a prompt is its tokens."""
     groups: Sequence[KVCacheGroup] = (KVCacheGroup(),)
     blocks_per_page: int = 1
+    max_features: int = 0
+    """Features of images that it may keep."""
+    tower_sublayers: int = 1
+    computed: dict[int, float] = field(default_factory=dict)
+    """By step: the features that it computed; of items that it did not complete, the same share as of the layers."""
+    is_bidirectional: bool = False
+    """Whether the tokens of a run attend to each other in both directions."""
+    damaged: set[bytes] = field(default_factory=set)
+    """Digests of the items that it cannot encode."""
+    features: dict[bytes, int] = field(default_factory=dict)
+    """By digest: how many features of an item it keeps."""
+    parts: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    """By digest: how many features an item has whose first layers have run, and the number of these."""
     rows: dict[int, Row] = field(default_factory=dict)
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     """(number of the token before, or of the group for the first; token) → number: it stands for all tokens so far."""
@@ -89,21 +115,55 @@ class FakeModel:
         assert plan.num_tokens <= self.max_tokens
         self._apply(plan)
         assert self.is_skipping or not plan.clears_failure
-        self.is_skipping = (self.is_skipping and not plan.clears_failure) or self.fails(plan)
+        self.is_skipping = self.is_skipping and not plan.clears_failure
+        failures = dict[bytes, str]()
+        if not self.is_skipping and plan.media is not None:
+            self.computed[plan.step] = self._encode(plan.media, failures)  # a step that fails may have got so far
+        self.is_skipping = self.is_skipping or self.fails(plan)
         if self.is_skipping:
             return ModelRunnerOutput(plan.step, [], failure=FAILURE)
-        return self._run(plan)
+        result = self._run(plan)
+        result.encoding_failures = failures
+        return result
 
     def _apply(self, plan: SchedulerOutput) -> None:
         for slot in plan.freed_slots:
             del self.rows[slot]
         for new in plan.new:
             assert new.slot not in self.rows
-            row = Row(list(new.token_ids), list(new.block_ids), new.num_computed_tokens)
+            assert all(item.data is None for item in new.media)
+            tokens = with_features(new.token_ids, [item for item in new.media if item.digest not in self.damaged])
+            row = Row(tokens, list(new.block_ids), new.num_computed_tokens, media=new.media)
             if new.params.prompt_logprobs is not None:
                 assert min(new.num_computed_tokens, new.num_prompt_tokens - 1) <= new.num_scored_tokens
                 row.score_from, row.score_until = new.num_scored_tokens, new.num_prompt_tokens - 1
             self.rows[new.slot] = row
+        for digest in () if plan.media is None else plan.media.freed:
+            self.features.pop(digest, None)
+            self.parts.pop(digest, None)
+
+    def _encode(self, media: MediaPlan, failures: dict[bytes, str]) -> float:
+        computed = 0.0
+        for item in media.encoded:
+            if item.digest in self.damaged:  # as soon as its first layers run
+                if item.data is not None:
+                    assert item.digest not in self.features, "it is encoded again"
+                    failures[item.digest] = DAMAGED
+                self.features[item.digest] = item.num_features
+                continue
+            assert (item.data is None) == (item.digest in self.parts), "it is begun again, or was not begun"
+            assert item.digest not in self.features, "it is encoded again"
+            _, done = self.parts.pop(item.digest, (0, 0))
+            layers = self.tower_sublayers - done
+            if media.num_sublayers is not None and item is media.encoded[-1]:
+                assert 0 < media.num_sublayers < layers
+                layers = media.num_sublayers
+                self.parts[item.digest] = item.num_features, done + layers
+            else:
+                self.features[item.digest] = item.num_features
+            computed += layers / self.tower_sublayers * item.num_features
+        assert sum(self.features.values()) + sum(size for size, _ in self.parts.values()) <= self.max_features
+        return computed
 
     def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         assert len(plan.token_ids) == (0 if self.keeps else len(plan.decodes))
@@ -175,6 +235,12 @@ class FakeModel:
         assert scheduled.num_tokens > 0
         end = row.computed + scheduled.num_tokens
         assert end == len(row.tokens) + len(row.drafts) or (end < len(row.tokens) and not row.drafts)
+        for item in row.media:
+            for run in item.runs:
+                start, stop = item.offset + run.start, item.offset + run.start + run.length
+                if start < end and row.computed < stop:
+                    assert item.digest in self.features, "the features are missing"
+                    assert end >= stop or not self.is_bidirectional, "a row ends inside a run"
         if not self.num_blocks:
             assert row.computed == 0
             assert end == len(row.tokens), "without KV a prompt is one row"

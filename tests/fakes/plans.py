@@ -6,10 +6,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from quire.engine.protocol.logprobs import TokenLogprobs
-from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.media import MediaItem
+from quire.engine.protocol.runner_output import EncoderOutput, ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from quire.engine.protocol.scheduler_output import CachedRequestData, MediaPlan, NewRequestData, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 
 Execute = Callable[[SchedulerOutput], ModelRunnerOutput | None]
@@ -17,7 +20,13 @@ Execute = Callable[[SchedulerOutput], ModelRunnerOutput | None]
 
 def executing(runner: ModelRunner) -> Execute:
     """A function that runs each step to its end."""
-    return lambda plan: runner.launch(plan).result()
+
+    def execute(plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        result = runner.launch(plan).result()
+        assert not isinstance(result, EncoderOutput)
+        return result
+
+    return execute
 
 
 @dataclass
@@ -31,6 +40,7 @@ class Request:
     known: int = 0
     """Tokens that the workers know."""
     blocks: list[int] = field(default_factory=list)
+    media: list[MediaItem] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -57,11 +67,17 @@ class Driver:
         random.Random(0).shuffle(self._blocks)
         self._released: list[int] = []
         self._step = 0
+        self._encoded: set[bytes] = set()
+        self.encoding_failures: dict[bytes, str] = {}
+        """Of all steps."""
+        self._freed: list[bytes] = []
 
     def step(self, *rows: tuple[Request, int]) -> None:
         """Run `count` more tokens of each request, and add the sampled tokens."""
         plan = SchedulerOutput(self._step, self._released, [], [])
         self._step, self._released = self._step + 1, []
+        if self._freed:
+            plan.media, self._freed = MediaPlan([], self._freed), []
         for request, count in rows:
             needed = self._groups * -(-(request.computed + count) // self._block_size) - len(request.blocks)
             fresh = [self._blocks.pop() for _ in range(needed)]
@@ -69,15 +85,18 @@ class Driver:
             if request.slot < 0:
                 request.slot = self._slots.pop()
                 new = (request.slot, request.tokens, len(request.prompt), 0, list(request.blocks), request.params)
-                plan.new.append(NewRequestData(*new))
+                media = [structs.replace(item, data=None) for item in request.media]
+                plan.new.append(NewRequestData(*new, media=media))
                 plan.scheduled.append(CachedRequestData(request.slot, count, [], []))
             else:
                 plan.scheduled.append(CachedRequestData(request.slot, count, request.tokens[request.known :], fresh))
+            self._plan_media(plan, request, count)
             request.known = len(request.tokens)
             request.computed += count
         result = self._execute(plan)
         assert result is not None
         assert result.step == plan.step
+        self.encoding_failures |= result.encoding_failures
         assert len(result.token_ids) == len(rows)
         assert len(result.logprobs) in (0, len(rows))
         for number, (request, _) in enumerate(rows):
@@ -87,6 +106,21 @@ class Driver:
                 request.output.append(sampled)
                 request.known += self._workers_keep
                 request.logprobs += result.logprobs[number : number + 1]
+
+    def _plan_media(self, plan: SchedulerOutput, request: Request, count: int) -> None:
+        """Encode the items that the row reaches, unless they are known."""
+        begin, end = request.computed, request.computed + count
+        found = [item for item in request.media if item.offset < end and item.end > begin]
+        needed = [item for item in found if item.digest not in self._encoded]
+        if needed:
+            plan.media = plan.media or MediaPlan([], [])
+            plan.media.encoded += needed
+            self._encoded.update(item.digest for item in needed)
+
+    def drop(self, item: MediaItem) -> None:
+        """Free an item's features in the next step."""
+        self._encoded.discard(item.digest)
+        self._freed.append(item.digest)
 
     def release(self, request: Request) -> None:
         """Preempt the request, or end it: its slot and blocks are free, its tokens stay."""

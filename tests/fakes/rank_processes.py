@@ -13,7 +13,7 @@ import torch
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.parallel_state import connect
-from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.runner_output import EncoderOutput, ModelRunnerOutput, RankOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import read_plans
@@ -48,9 +48,13 @@ class Ranks:
             pipe.send_bytes(pickle.dumps(plan))
 
     def receive(self) -> ModelRunnerOutput:
-        results: list[ModelRunnerOutput] = [result for pipe in self._pipes if (result := pipe.recv()) is not None]
-        assert len(results) == 1
-        return results[0]
+        """The result of a step, with the report of the first rank."""
+        results: list[RankOutput] = [pipe.recv() for pipe in self._pipes]
+        (found,) = [each for each in results if isinstance(each, ModelRunnerOutput)]
+        for report in results:
+            if isinstance(report, EncoderOutput):
+                found.encoding_failures = report.failures
+        return found
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self.send(plan)

@@ -97,10 +97,10 @@ def test_nothing_waits_for_the_device_until_results_are_asked_for(
         device.may_go.set()
         results = [each.result() for each in launched]
     for found, right in zip(results, expected, strict=True):
-        assert found is not None
-        assert right is not None
+        assert isinstance(found, ModelRunnerOutput)
+        assert isinstance(right, ModelRunnerOutput)
         check(found, right)
-    assert any(result.logprobs for result in expected if result is not None)
+    assert any(result.logprobs for result in expected if isinstance(result, ModelRunnerOutput))
 
 
 def check(found: ModelRunnerOutput, right: ModelRunnerOutput) -> None:

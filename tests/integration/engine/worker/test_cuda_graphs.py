@@ -330,7 +330,7 @@ def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pi
     request, cache = Request([3, 4, 5], GREEDY), config.cache
     if config.parallel.pipeline_parallel_size == 1:
         driven = Driver(
-            lambda plan: runner.launch(plan).result() or ModelRunnerOutput(plan.step, [7] * plan.num_rows),
+            lambda plan: executing(runner)(plan) or ModelRunnerOutput(plan.step, [7] * plan.num_rows),
             8,
             cache.num_blocks,
             4,

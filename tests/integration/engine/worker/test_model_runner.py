@@ -70,7 +70,7 @@ def test_decodes_run_ahead_of_what_is_known(folder: Path, prompts: list[list[int
         start.scheduled.append(CachedRequestData(slot, len(prompt), [], []))
     plans = [start, *(SchedulerOutput(step, [], [], [], decodes=[2, 0, 1]) for step in range(1, COUNT))]
     results = [runner.launch(plan).result() for plan in plans]
-    columns = [result.token_ids for result in results if result is not None]
+    columns = [result.token_ids for result in results if isinstance(result, ModelRunnerOutput)]
     assert [[columns[0][slot], *(row[(slot + 1) % 3] for row in columns[1:])] for slot in range(3)] == expected[:3]
 
 

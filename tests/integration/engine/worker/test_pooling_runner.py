@@ -18,6 +18,7 @@ from transformers import BertConfig, BertModel
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.pooling import MODES
 from quire.engine.distributed.parallel_state import connect
+from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
@@ -107,7 +108,9 @@ def test_preemption(qwen3: Path, prompts: list[list[int]], states: list[Tensor],
         SchedulerOutput(3, [], [], [CachedRequestData(3, 34, [], [])]),
     )
     results = [runner.launch(plan).result() for plan in plans]
-    found = [vector for result in results if result is not None for vector in result.vectors.values()]
+    found = [
+        vector for result in results if isinstance(result, ModelRunnerOutput) for vector in result.vectors.values()
+    ]
     assert len(found) == 1
     check([torch.from_numpy(np.frombuffer(found[0], np.float32).copy())], [pooled("mean", states[4])])
 

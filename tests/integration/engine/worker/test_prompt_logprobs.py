@@ -105,8 +105,8 @@ def test_what_was_scored_before_is_not_scored_again(folder: Path, expected: list
     new = NewRequestData(0, PROMPTS[3], 70, 0, list(range(20)), params, num_scored_tokens=31)
     first = runner.launch(SchedulerOutput(0, [], [new], [CachedRequestData(0, 30, [], [])])).result()
     then = runner.launch(SchedulerOutput(1, [], [], [CachedRequestData(0, 40, [], [])])).result()
-    assert first is not None
-    assert then is not None
+    assert isinstance(first, ModelRunnerOutput)
+    assert isinstance(then, ModelRunnerOutput)
     assert first.prompt_logprobs == {}
     check(then.prompt_logprobs[0], PROMPTS[3], expected[3], begin=31)
 

@@ -20,7 +20,7 @@ from quire.engine.worker.input_batch import InputBatch
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.fakes.model_logits import CPU, configure
-from tests.fakes.plans import Driver, Request
+from tests.fakes.plans import Driver, Request, executing
 from tests.integration.engine.worker.test_memory import FakeMeter
 
 
@@ -96,7 +96,7 @@ def test_warm_up_leaves_no_state(tmp_path: Path, family: str) -> None:
     prompts = [[5, 6, 7, 8, 9, 10, 11], [3], list(range(30))]
     requests = [Request(prompt, SamplingParams(temperature=0.0)) for prompt in prompts]
     groups = len(config.cache.groups)
-    Driver(lambda plan: runner.launch(plan).result(), 8, runner.num_blocks, 4, groups=groups).decode(requests, 8, 100)
+    Driver(executing(runner), 8, runner.num_blocks, 4, groups=groups).decode(requests, 8, 100)
     assert [request.output for request in requests] == generate(folder, prompts, 8)
 
 
@@ -123,7 +123,7 @@ def test_a_drafter_is_warmed_up_and_measured(tmp_path: Path, monkeypatch: pytest
     assert max(drafted) == 3 * 8
     assert not any(plan.num_drafts for plan in warm_up.decode_steps(plain))
     requests = [Request(prompt, SamplingParams(temperature=0.0)) for prompt in ([5, 6, 7, 8, 9, 10, 11], [3])]
-    Driver(lambda plan: runner.launch(plan).result(), 8, runner.num_blocks, 4).decode(requests, 8, 100)
+    Driver(executing(runner), 8, runner.num_blocks, 4).decode(requests, 8, 100)
     assert [request.output for request in requests] == generate(folder, [request.prompt for request in requests], 8)
 
 

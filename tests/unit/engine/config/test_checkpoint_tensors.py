@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.engine.architecture.families.tensors import NeededTensor
+from quire.engine.architecture.families import from_hf_config
+from quire.engine.architecture.families.tensors import NeededTensor, checkpoint_tensors
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.quantization import read
-from quire.engine.config.checkpoint_tensors import StoredWeight, check_tensors, logical_names, quantized_outer
+from quire.engine.config.checkpoint_tensors import (
+    StoredWeight,
+    check_model,
+    check_tensors,
+    logical_names,
+    quantized_outer,
+)
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository.model_files import TensorInfo
 from tests.fakes.configs import TINY, engine_config
@@ -102,3 +111,38 @@ def test_embedding_and_head_are_quantized_as_their_tensors_say(
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for settings, expected in ((AWQ | {"zero_point": False}, with_awq), (GPTQ | {"lm_head": True}, with_gptq)):
         assert quantized_outer(tmp_path, "safetensors", TINY, read(settings)) == expected
+
+
+def test_a_checkpoint_without_a_tower_may_take_text() -> None:
+    arch = tiny_qwen2_vl()
+    model = replace(engine_config().model, architecture=arch)
+    text = checkpoint_tensors(replace(arch, media=None), has_head=True)
+    headers = {name: TensorInfo(Path("file"), "BF16", tensor.shape, name) for name, tensor in text.items()}
+    with pytest.raises(ConfigError, match=r"visual.* is missing; .* more; use --language-model-only"):
+        check_model(model, headers)
+    headers.popitem()
+    with pytest.raises(ConfigError, match=r": [^;]* is missing$"):
+        check_model(model, headers)
+
+
+def tiny_qwen2_vl() -> ModelSpec:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 96, "vocab_size": 100}
+    axes = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
+    return from_hf_config(
+        {**sizes, **axes, "vision_config": vision, "architectures": ["Qwen2VLForConditionalGeneration"]}
+    )
+
+
+def test_a_tower_is_quantized_as_its_tensors_say(tmp_path: Path) -> None:
+    """Settings that do not mention it apply to it by name, but few publishers quantize it."""
+    arch = tiny_qwen2_vl()
+    qkv = "visual.blocks.0.attn.qkv"
+    for names, expected in (
+        ([f"{qkv}.weight"], set()),
+        ([f"{qkv}.qweight", f"{qkv}.scales"], {"tower.layers.attention.qkv"}),
+    ):
+        index = {"weight_map": dict.fromkeys(["model.norm.weight", *names], "model.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert quantized_outer(tmp_path, "safetensors", arch, read(AWQ | {"zero_point": False})) == expected

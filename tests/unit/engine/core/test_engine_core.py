@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
@@ -11,6 +13,7 @@ import msgspec
 import pytest
 
 from quire.engine.core.engine_core import EngineCore, GrammarCompiled, Inbound, RankEnded
+from quire.engine.core.media_files import keep_open
 from quire.engine.executor.base import WorkerError
 from quire.engine.process import log
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS
@@ -29,10 +32,11 @@ from quire.engine.protocol.engine_core import (
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.media import MediaData, MediaItem, MediaRun
 from quire.engine.protocol.profile import ProfileOptions, StartProfile
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
-from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.scheduler_output import MediaPlan, SchedulerOutput
 from quire.engine.protocol.stats import ExpertLoad, LogRecord, RankStats
 from quire.engine.protocol.supervision import LogLevel, Reload, SetLogLevel, Shutdown
 from quire.engine.scheduler.grammar import GrammarError
@@ -324,6 +328,36 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
     assert core.scheduler.requests.keys() == {"good"}
 
 
+def test_a_request_whose_images_have_been_deleted_is_refused(tmp_path: Path) -> None:
+    """It may come from a replica that has died of it."""
+    core, file = core_with({}, []), tmp_path / "item"
+    item = MediaItem(bytes(16), "image", 0, 1, (MediaRun(0, 1),), data=MediaData((), 0, path=str(file)))
+    request = EngineCoreRequest(0, "a", [1], SamplingParams(), media=[item])
+    for error in ("have been deleted", "the model takes no images"):
+        core.handle(request)
+        core.send()
+        assert error in str(wire_of(core).outputs(0, "a")[-1].error)
+        file.touch()
+
+
+def test_files_of_images_stay_until_the_last_step_that_reads_them(tmp_path: Path) -> None:
+    """They may be deleted as soon as a request is aborted; its step may be in flight."""
+    file, num_open = tmp_path / "item", len(os.listdir("/proc/self/fd"))
+    file.write_bytes(b"pixels")
+    asked = MediaItem(bytes(16), "image", 0, 1, (MediaRun(0, 1),), data=MediaData((), 6, path=str(file)))
+    plan = SchedulerOutput(0, [], [], [], media=MediaPlan([keep_open(asked)]))
+    file.unlink()
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput).media  # a rank's
+    assert received is not None
+    (item,) = received.encoded
+    assert item.data is not None
+    assert Path(item.data.path).read_bytes() == b"pixels"
+    del plan
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    with pytest.raises(FileNotFoundError):
+        keep_open(asked)
+
+
 @pytest.mark.parametrize("failure", [None, GrammarError("too large"), MemoryError("none left")])
 def test_requests_that_are_compiling_can_be_aborted(monkeypatch: pytest.MonkeyPatch, failure: Exception | None) -> None:
     core, go_on = core_with({}, []), Event()
@@ -474,5 +508,9 @@ def test_a_step_that_cannot_be_predicted_takes_as_long_as_recent_ones() -> None:
     assert core.usual_seconds(plan, None) == 3.0
     core.longest_step = 5.0
     assert core.usual_seconds(plan, None) == 15.0
+    item = MediaItem(bytes(16), "image", 0, 1, (MediaRun(0, 1),))
+    images = SchedulerOutput(0, [], [], [], media=MediaPlan([item]))
+    assert core.usual_seconds(images, None) == math.inf
+    assert core.usual_seconds(images, 1.0) == 3.0
     plan.profile = StartProfile(0, 1, ProfileOptions(1.0, 0))
     assert core.usual_seconds(plan, None) == math.inf

@@ -11,7 +11,7 @@ import pytest
 
 from quire.engine.executor import mp
 from quire.engine.executor.base import WorkerError
-from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.runner_output import EncoderOutput, ModelRunnerOutput
 from tests.fakes.configs import engine_config
 
 
@@ -22,7 +22,8 @@ class Waiting(mp.ProcessExecutor):
     def __init__(self, progress: Sequence[int], clock: SimpleNamespace) -> None:
         super().__init__(engine_config().parallel)
         self._left, self._clock = deque(progress), clock
-        self._ranks: Any = SimpleNamespace(arrived=deque[ModelRunnerOutput](), progress=[self._left[0]], waiting=[])
+        arrived, encoded = deque[ModelRunnerOutput](), dict[int, EncoderOutput]()
+        self._ranks: Any = SimpleNamespace(arrived=arrived, encoded=encoded, progress=[*progress[:1]], waiting=[])
 
     def _poll(self, timeout: float | None) -> bool:
         self._clock.now += 1.0
@@ -46,3 +47,27 @@ def test_progress_extends_the_time_of_a_step(
             executor.receive(3, 3.0)
     else:
         assert executor.receive(3, 3.0).step == 3
+
+
+def test_a_result_has_what_the_first_stage_reports_of_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may arrive behind the result of the last stage, or before that of the step before."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(mp, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    executor = Waiting([], clock)
+    executor._has_stages = True
+    failures = {b"digest": "it is too large"}
+    arriving: list[ModelRunnerOutput | EncoderOutput] = [ModelRunnerOutput(3, []), EncoderOutput(4, failures)]
+    arriving += [EncoderOutput(3, {}), ModelRunnerOutput(4, [])]
+
+    def poll(timeout: float | None) -> bool:
+        match message := arriving.pop(0):
+            case ModelRunnerOutput():
+                executor._ranks.arrived.append(message)
+            case EncoderOutput(step):
+                executor._ranks.encoded[step] = message
+        return True
+
+    monkeypatch.setattr(executor, "_poll", poll)
+    assert not executor.receive(3, 9.0, encodes=True).encoding_failures
+    assert executor.receive(4, 9.0, encodes=True).encoding_failures == failures
+    assert not executor._ranks.encoded

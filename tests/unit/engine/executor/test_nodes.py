@@ -441,6 +441,7 @@ class Follows:
 
 @pytest.fixture
 def follows(hosts: Hosts) -> Iterator[Follows]:
+    log.RECENT.take()  # of other tests
     follows = Follows(hosts.options)
     yield follows
     follows.leader.close()

@@ -11,7 +11,8 @@ import pytest
 from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig
 from quire.engine.distributed import watchdog
 from quire.engine.executor.base import STEP_TIMEOUT, step_timeout
-from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.media import MediaItem, MediaRun
+from quire.engine.protocol.scheduler_output import MediaPlan, SchedulerOutput
 from tests.fakes.configs import engine_config
 
 COMPUTES = {"cpu": STEP_TIMEOUT, "cuda": 1.0}
@@ -57,6 +58,15 @@ def test_step_timeout_is_shorter_without_other_ranks() -> None:
     for cut in (2.0, 60.0):  # which the hosts survive
         assert wait(plan(0), tensor_parallel_size=2, nodes=2, cluster_timeout=cut) > cut
     assert wait(plan(1), timeout=4.0, tensor_parallel_size=2, device="cuda") < 20.0, "nothing else ends it there"
+
+
+def test_a_large_image_may_take_long_on_a_cpu() -> None:
+    """Until it is known how long images take."""
+    step = plan(1)
+    step.media = MediaPlan([MediaItem(bytes(16), "image", 0, 16_000, (MediaRun(0, 16_000),))])
+    assert wait(step, timeout=4.0) == STEP_TIMEOUT + 16_000
+    assert wait(step, 2.0) == pytest.approx(30.0)
+    assert wait(step, timeout=4.0, tensor_parallel_size=2, device="cuda") < 20.0
 
 
 def test_a_step_whose_duration_is_known_is_watched_closely() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -34,6 +35,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.scheduler, self.blocks_per_page = Scheduler(config), config.cache.blocks_per_page
+        spec = config.model.architecture.media
         self.model = FakeModel(
             config.cache.block_size,
             config.cache.num_blocks,
@@ -42,6 +44,9 @@ class Engine:
             pools=config.model.pooling is not None,
             groups=config.cache.groups,
             blocks_per_page=config.cache.blocks_per_page,
+            max_features=0 if config.media is None else config.media.encoder_cache_features,
+            tower_sublayers=1 if spec is None else spec.tower.num_sublayers,
+            is_bidirectional=spec is not None and spec.is_bidirectional,
         )
         self.depth, self.stages = config.scheduler.depth, config.parallel.pipeline_parallel_size
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -58,10 +63,12 @@ class Engine:
         reported: Sequence[int] = (),
         share: bytes = b"",
         weight: float = 1.0,
+        media: Sequence[MediaItem] = (),
         **params: Any,
     ) -> None:
+        known, of = SamplingParams(**params), list(reported)
         submit = EngineCoreRequest(
-            0, request_id, prompt, SamplingParams(**params), priority, cache_salt, list(reported), share, weight
+            0, request_id, prompt, known, priority, cache_salt, of, share, weight, media=list(media)
         )
         self.outputs[request_id] = []
         try:

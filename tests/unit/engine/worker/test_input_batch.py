@@ -5,18 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.engine.architecture.media_spec import MediaSpec, TowerSpec
+from quire.engine.protocol.media import MediaItem, MediaRun
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker import async_copies, input_batch
 from quire.engine.worker.async_copies import Array
 from quire.engine.worker.input_batch import InputBatch
+from quire.engine.worker.media_rows import MediaRows
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams()
 
 
-def new(slot: int, tokens: list[int], computed: int, blocks: list[int]) -> NewRequestData:
-    return NewRequestData(slot, tokens, len(tokens), computed, blocks, PARAMS)
+def new(
+    slot: int, tokens: list[int], computed: int, blocks: list[int], params: SamplingParams = PARAMS
+) -> NewRequestData:
+    return NewRequestData(slot, tokens, len(tokens), computed, blocks, params)
 
 
 @pytest.fixture(params=[True, False], ids=["one memory", "apart"])
@@ -57,6 +62,18 @@ def test_mixed_batch(is_shared: bool) -> None:
     assert step.attention(0).slot_mapping.tolist() == [37, 15, 24, 25]
     assert step.attention(0).block_tables[1].tolist() == [7, 3, 6]
     assert step.logits_indices.tolist() == [0, 3]
+
+
+def test_tokens_of_images_have_logits(is_shared: bool) -> None:
+    """Their id may be outside the vocabulary, whose logits penalties and log-probabilities index."""
+    spec = MediaSpec(tower=TowerSpec(hidden_size=8), image_token_id=100)
+    states = InputBatch(2, 8, 4, is_shared=is_shared, media=MediaRows(2, spec, 100, has_axes=False))
+    request = new(1, [98, 100, 100, 5], 0, [0], SamplingParams(prompt_logprobs=0))
+    request.media = [MediaItem(b"a" * 16, "image", 1, 2, (MediaRun(0, 2),))]
+    rows = states.apply(SchedulerOutput(0, [], [request], [CachedRequestData(1, 4, [], [])]))
+    assert states.scored_tokens(rows)[1].tolist() == [99, 99, 5]
+    states.batch(rows)
+    assert states.memory[8:12].tolist() == [98, 99, 99, 5]
 
 
 def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> None:

@@ -23,7 +23,7 @@ from quire.engine.distributed.communicator import GroupParallel
 from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.engine.executor.local_ranks import find_late_ranks
 from quire.engine.protocol.rank_state import RankState
-from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.runner_output import ModelRunnerOutput, RankOutput, WorkerFailed, WorkerReady
 from quire.engine.worker import worker as workers
 from quire.engine.worker.async_copies import AsyncOutput, AsyncRead
 from quire.engine.worker.worker import Reports, is_in_collective
@@ -41,7 +41,7 @@ class Late(AsyncOutput):
         )
         self.may_go, self._error = threading.Event(), error
 
-    def result(self) -> ModelRunnerOutput | None:
+    def result(self) -> RankOutput:
         assert self.may_go.wait(60)
         if self._error is not None:
             raise self._error

@@ -1,0 +1,378 @@
+"""The encoder cache: which features of images and videos the workers keep, and what each step encodes.
+
+Plain Python, no torch: the features themselves are on the ranks of the first stage, and this module only does the
+bookkeeping. Features are known by the digest of their item, so that many requests share them.
+
+An item is encoded in the first step with a row that reaches its features, unless the workers have these. A row that
+reaches an item for which this step has no room ends before it. Every row of a plan holds the features that it reads,
+and between plans a request holds those of the item that its last row ended in; the others stay until their room is
+needed. So a request that holds features can always go on to the end of the item, whatever the others hold.
+
+Next to decodes, whose steps have a target time, rows encode nothing. A row ends before an item that the workers do not
+have, and the next plans encode it before they have rows, a few sublayers at a time (`start`). There is one such *part*
+at most. It has its room from its first sublayer on, and every plan goes on with it, so that the room is not lost.
+
+Workers drop `MediaPlan.freed` before they encode `MediaPlan.encoded`, and run plans in order: what a plan frees was
+last read by an earlier one. Workers that skip a plan after a failure drop what it frees, too, but encode nothing.
+
+Invariants (`check_integrity`):
+- the features that are kept, and those of the part, are no more than the capacity;
+- what a running request has begun to read is kept, and held by it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+import msgspec
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.media import MediaItem
+from quire.engine.protocol.scheduler_output import MediaPlan
+from quire.engine.protocol.stats import EngineStats
+from quire.engine.scheduler.plans_in_flight import PlansInFlight
+from quire.engine.scheduler.request import Request
+
+
+class MediaSpan(NamedTuple):
+    """The tokens of a prompt from the first to the last that features of an item replace."""
+
+    start: int
+    end: int
+    num_features: int
+    item: MediaItem
+
+
+class UnencodedItem(NamedTuple):
+    """An item that is not encoded yet, or not completely."""
+
+    request: Request
+    """The first one that needs it."""
+    item: MediaItem
+    num_sublayers: int
+    """Sublayers of the tower that have run."""
+
+
+class EncoderCacheManager:
+    """Decides which items a plan encodes, and what the workers drop for them."""
+
+    def __init__(self, config: EngineConfig, in_flight: PlansInFlight, stats: EngineStats) -> None:
+        media, spec = config.media, config.model.architecture.media
+        self._capacity = 0 if media is None else media.encoder_cache_features
+        self._num_sublayers = 1 if spec is None else spec.tower.num_sublayers
+        self._max_features = 0 if media is None else media.max_encoder_features
+        """Features that rows of a plan encode, unless a single item has more."""
+        self.needs_whole_runs = spec is not None and spec.is_bidirectional
+        """Whether a row may not end inside a run, because its tokens attend to each other in both directions."""
+        self._in_flight, self._stats = in_flight, stats
+        self._spans: dict[Request, list[MediaSpan]] = {}
+        """The items of the requests that have any."""
+        self._sizes: dict[bytes, int] = {}
+        """Features of each item that the workers keep, from the plan that encodes it to the one that frees it."""
+        self._held: dict[Request, dict[bytes, None]] = {}
+        """The items whose features a request needs."""
+        self._num_holders: dict[bytes, int] = {}
+        """Requests that hold an item."""
+        self._unused: OrderedDict[bytes, None] = OrderedDict()
+        """Items that nobody holds, in the order in which they will be dropped."""
+        self._num_used = 0
+        """Features of items that are held."""
+        self._encoded: dict[int, dict[bytes, Request]] = {}
+        """By step: the items that it encodes, and for whom, until its result arrives."""
+        self._is_ahead = False
+        """Rows of the current plan encode nothing."""
+        self._wanted: dict[bytes, UnencodedItem] = {}
+        """Items before which its rows have ended, and those that these rows would have read then: for the next plan."""
+        self._part: UnencodedItem | None = None
+        """The item whose first layers have run."""
+        self._unread: set[bytes] = set()
+        """Items that were encoded ahead of the first row that reads them."""
+        self._plan = MediaPlan()
+        """Of the plan that is made."""
+        self.num_planned = 0.0
+        """Features that it encodes; of the part, the same share as of the layers."""
+        self._rows: list[Request] = []
+        """Its requests with rows that read features."""
+        self.lacks_tokens = False
+        """The current plan has too few tokens left for a run that must be in one row."""
+        self._is_full = False
+        """A request waits for room. Others do not hold further items then, so that there will be room."""
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there are unfinished requests with items."""
+        return bool(self._spans)
+
+    def add(self, request: Request) -> None:
+        """Add a request, whose items are valid."""
+        spans = []
+        for item in request.core_request.media:
+            first, last = item.runs[0], item.runs[-1]
+            start, end = item.offset + first.start, item.offset + last.start + last.length
+            spans.append(MediaSpan(start, end, item.num_features, item))
+        if spans:
+            self._spans[request] = spans
+
+    def finish(self, request: Request) -> None:
+        """Remove a request that has ended."""
+        self.release(request)
+        self._spans.pop(request, None)
+        if self._part is not None and self._part.request is request:
+            self._drop_part()
+
+    def release(self, request: Request, kept: Iterable[bytes] = ()) -> None:
+        """Let go of the items that a request holds, except `kept`."""
+        if (held := self._held.pop(request, None)) is None:
+            return
+        if still := {digest: None for digest in kept if digest in held}:
+            self._held[request] = still
+        for digest in held:
+            if digest in still:
+                continue
+            self._num_holders[digest] -= 1
+            if not self._num_holders[digest]:
+                del self._num_holders[digest]
+                self._num_used -= self._sizes[digest]
+                self._unused[digest] = None
+
+    def _spans_in(self, request: Request, start: int, end: int) -> Iterator[MediaSpan]:
+        """The items whose features the request's tokens from `start` to `end` read."""
+        spans = self._spans.get(request, [])
+        first = bisect_right(spans, start, key=lambda span: span.end)
+        return takewhile(lambda span: span.start < end, spans[first : first + end - start])
+
+    # --- plans ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_planned(self) -> bool:
+        """Whether the current plan encodes anything."""
+        return bool(self._plan.encoded)
+
+    @property
+    def _fresh(self) -> set[bytes]:
+        """Items that the current plan completes, and that nobody holds yet. They stay until the next plan."""
+        return {item.digest for item in self._plan.encoded} & self._unused.keys()
+
+    @property
+    def _room(self) -> int:
+        """Features that can be kept besides those that must stay."""
+        used = self._num_used + sum(self._sizes[digest] for digest in self._fresh)
+        return self._capacity - used - (0 if self._part is None else self._part.item.num_features)
+
+    def is_awaited_by(self, request: Request) -> bool:
+        """Whether the last row of a request has ended before an item that next plans encode."""
+        parts = self._wanted.values() if self._part is None else (self._part, *self._wanted.values())
+        return any(part.request is request for part in parts)
+
+    def start(self, within: float | None) -> float:
+        """Begin a plan; returns how many features it encodes before its rows are known.
+
+        `within` is the number of features for which it has time next to decodes: items are encoded here only, and at
+        least one layer of the first one. None: the part is completed, and rows encode the items that they reach.
+        """
+        self._is_ahead, left = within is not None, float("inf") if within is None else within
+        wanted, self._wanted = self._wanted if self._is_ahead else {}, {}
+        if self._part is not None:
+            wanted = {self._part.item.digest: self._part, **wanted}
+        for digest, part in wanted.items():
+            size, request, num_remaining = (
+                part.item.num_features,
+                part.request,
+                self._num_sublayers - part.num_sublayers,
+            )
+            if digest in self._sizes or request not in self._spans:
+                continue
+            if not part.num_sublayers and size > self._room:
+                self._is_full = True
+                break
+            affordable = min(num_remaining, left * self._num_sublayers / size)
+            layers = int(affordable if self.num_planned else max(1, affordable))
+            if not layers:
+                break
+            self._encode(part, layers)
+            left = max(0.0, left - layers / self._num_sublayers * size)
+            if self._part is not None:
+                break
+            self._unused[digest] = None
+            self._unread.add(digest)
+        return self.num_planned
+
+    def limit_chunk(self, request: Request, count: int, most: int) -> int:
+        """Return how many of a request's next `count` tokens a row of the current plan can have.
+
+        A row that may not end inside a run ends after it, if `most` tokens are enough for that, even if they are more
+        than `count`.
+        """
+        start = request.num_computed_tokens
+        end = start + count
+        if self.needs_whole_runs:
+            end = self._end_of_run(request, start, end, start + most)
+            self.lacks_tokens |= end <= start
+        room, planned = self._room, self.num_planned
+        seen = self._fresh
+        for span in (spans := self._spans_in(request, start, end)):
+            digest, size = span.item.digest, span.num_features
+            if digest in self._num_holders or digest in seen:
+                continue
+            is_kept = digest in self._sizes
+            if self._is_ahead and not is_kept:
+                part = None if self._part is None else self._part.item.digest
+                for each in (span, *spans):
+                    if each.item.digest not in self._sizes and each.item.digest != part:
+                        self._wanted.setdefault(each.item.digest, UnencodedItem(request, each.item, 0))
+                return max(0, span.start - start)
+            if self._is_full or size > room or (not is_kept and planned and planned + size > self._max_features):
+                count = max(0, span.start - start)
+                self._is_full |= size > room and not count
+                return count
+            room -= size
+            planned += 0 if is_kept else size
+            seen.add(digest)
+        return end - start
+
+    def _end_of_run(self, request: Request, start: int, end: int, limit: int) -> int:
+        """Return where a row from `start` ends that should end at `end`, so that it does not end inside a run."""
+        for span in self._spans_in(request, end - 1, end):
+            runs, offset = span.item.runs, span.item.offset
+            run = runs[bisect_right(runs, end - 1 - offset, key=lambda run: run.start) - 1]
+            begin, stop = offset + run.start, offset + run.start + run.length
+            if end < stop:
+                return stop if stop <= limit else max(start, begin)
+        return end
+
+    def hold(self, request: Request, count: int) -> None:
+        """Hold the items that the last `count` of a request's computed tokens read, as `limit_chunk` allows, and encode
+        those that the workers do not have."""
+        end = request.num_computed_tokens
+        if not (spans := [*self._spans_in(request, end - count, end)]):
+            return
+        self._rows.append(request)
+        held = self._held.setdefault(request, {})
+        spans.sort(key=lambda span: span.item.digest not in self._sizes)  # those that are kept are not dropped then
+        for span in spans:
+            digest = span.item.digest
+            if digest in held:
+                continue
+            held[digest] = None
+            self._stats.encoder_cache_queries += 1
+            if digest not in self._sizes:
+                self._encode(UnencodedItem(request, span.item, 0), self._num_sublayers)
+            elif digest in self._unread:
+                self._unread.remove(digest)
+            else:
+                self._stats.encoder_cache_hits += 1
+            if digest in self._unused:
+                del self._unused[digest]
+            if digest not in self._num_holders:
+                self._num_used += span.num_features
+            self._num_holders[digest] = self._num_holders.get(digest, 0) + 1
+
+    def _encode(self, part: UnencodedItem, layers: int) -> None:
+        """Run `layers` for an item in the current plan. The first ones drop the least recently used items for it; the
+        last ones complete it, and otherwise it becomes the part."""
+        item, num_run = part.item, part.num_sublayers + layers
+        if not part.num_sublayers:
+            assert self._part is None
+            kept = sum(self._sizes.values())
+            while kept + item.num_features > self._capacity:
+                digest, _ = self._unused.popitem(last=False)
+                self._unread.discard(digest)
+                kept -= self._sizes.pop(digest)
+                self._plan.freed.append(digest)
+            self._stats.encoded_features += item.num_features
+        self._plan.encoded.append(msgspec.structs.replace(item, data=None) if part.num_sublayers else item)
+        self.num_planned += layers / self._num_sublayers * item.num_features
+        self._encoded.setdefault(self._in_flight.next_step, {})[item.digest] = part.request
+        if num_run == self._num_sublayers:
+            self._sizes[item.digest], self._part = item.num_features, None
+        else:
+            self._plan.num_sublayers, self._part = layers, part._replace(num_sublayers=num_run)
+
+    def _drop_part(self) -> None:
+        assert self._part is not None
+        self._plan.freed.append(self._part.item.digest)
+        self._part = None
+
+    def take_plan(self) -> MediaPlan | None:
+        """Return the changes of the current plan, which is complete; None if there are none."""
+        for request in self._rows:
+            end = request.num_computed_tokens
+            self.release(
+                request, [span.item.digest for span in self._spans_in(request, end - 1, end) if end < span.end]
+            )
+        plan, self._plan, self.num_planned, self._is_full = self._plan, MediaPlan(), 0.0, False
+        self.lacks_tokens = False
+        self._rows.clear()
+        return plan if plan.encoded or plan.freed else None
+
+    # --- results ----------------------------------------------------------------------------------------------
+
+    def on_finished(self, step: int) -> None:
+        """Record that the workers have run a step."""
+        self._encoded.pop(step, None)
+
+    def encoded_for(self, step: int) -> Iterable[Request]:
+        """The requests for which a step in flight encodes items."""
+        return self._encoded.get(step, {}).values()
+
+    def on_failed(self, step: int) -> None:
+        """Forget what this step and those behind it encode: whatever the workers have of it, they drop.
+
+        The requests that hold it all have rows in these steps, and have been released.
+        """
+        for later in [each for each in self._encoded if each >= step]:
+            for digest in self._encoded.pop(later):
+                if self._part is not None and self._part.item.digest == digest:
+                    self._drop_part()
+                elif self._sizes.pop(digest, None) is not None:
+                    del self._unused[digest]
+                    self._unread.discard(digest)
+                    self._plan.freed.append(digest)
+
+    def requests_with(self, digests: Collection[bytes]) -> dict[Request, MediaItem]:
+        """The requests that have any of these items, and the first one that they have."""
+        found = dict[Request, MediaItem]()
+        for request, spans in self._spans.items():
+            if (item := next((span.item for span in spans if span.item.digest in digests), None)) is not None:
+                found[request] = item
+        return found
+
+    def drop(self, digests: Iterable[bytes]) -> None:
+        """Drop items that the workers could not encode, and that no request has."""
+        for digest in digests:
+            if self._sizes.pop(digest, None) is not None:
+                del self._unused[digest]
+                self._unread.discard(digest)
+                self._plan.freed.append(digest)
+
+    def check_integrity(self, running: Sequence[Request]) -> None:
+        """Assert the invariants between two plans."""
+        holders: dict[bytes, int] = {}
+        for request, held in self._held.items():
+            assert request in running
+            for digest in held:
+                holders[digest] = holders.get(digest, 0) + 1
+        assert holders == self._num_holders
+        assert self._sizes.keys() == holders.keys() | self._unused.keys()
+        assert not holders.keys() & self._unused.keys()
+        assert self._num_used == sum(self._sizes[digest] for digest in holders)
+        assert self._unread <= self._unused.keys()
+        part = 0
+        if self._part is not None:
+            assert self._part.request in self._spans
+            assert self._part.item.digest not in self._sizes
+            assert 0 < self._part.num_sublayers < self._num_sublayers
+            part = self._part.item.num_features
+        assert sum(self._sizes.values()) + part <= self._capacity
+        for request in running:
+            end = request.num_computed_tokens
+            begun = {span.item.digest for span in self._spans_in(request, end - 1, end) if end < span.end}
+            assert self._held.get(request, {}).keys() == begun
+        assert not self._rows
+        assert not self.num_planned
