@@ -24,7 +24,7 @@ APIS = ("server.openai", "server.anthropic")
 ROOMS = (
     "",  # quire/ itself
     *("server.cli", "server.app", "server.llm", *APIS, "server.http", "server.serving"),
-    *("server.text", "server.parsers", "server.client", "server.config"),
+    *("server.text", "server.media", "server.parsers", "server.client", "server.config"),
     *("engine.doctor", "engine.core", "engine.executor", "engine.worker", "engine.scheduler", "engine.models"),
     *("engine.checkpoints", "engine.layers", "engine.distributed"),
     *FLOOR,

@@ -1,0 +1,110 @@
+"""The media process of a server, as the supervisor of its processes sees it.
+
+One runs on each host with API processes, in `quire serve` or in a program with `LLM`. While it is down, requests with
+images or videos wait for it, for some seconds; all others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.process.runtime_folder import RuntimeFolder
+from quire.engine.process.supervisor import Process, SupervisedProcess, start_process
+from quire.engine.protocol.supervision import Failed, Ready
+from quire.server.client.engine_manager import EngineManager
+from quire.server.client.media_metrics import MediaMetrics
+from quire.server.client.metrics import media_table
+from quire.server.config.server_options import MediaOptions
+from quire.server.media.addresses import AddressRules
+from quire.server.media.process import MediaProcessArgs
+from quire.server.media.types import MediaSettings
+
+_SHARED_MEMORY = "/dev/shm"
+_LEAST_SHARED_BYTES = 2**30
+"""With less free space in shared memory, items lie in the folder for temporary files."""
+_MAX_FAILED_STARTS = 3
+"""Failures to start in a row, at the start of the server, after which it gives up."""
+_MAX_RESTART_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+def check_addresses(options: MediaOptions) -> None:
+    """Raise `ConfigError` for domains or networks that the fetcher does not take."""
+    AddressRules.parse(options.allowed_media_domains or (), options.allowed_media_networks or ())
+
+
+def media_settings(config: EngineConfig, options: MediaOptions) -> MediaSettings | None:
+    """Return the settings of the media process; None: the model takes only text. Raises `ConfigError`."""
+    check_addresses(options)
+    if config.media is None:
+        return None
+    return MediaSettings(
+        model=str(config.model.path),
+        fetch=options.media_fetch,
+        allowed_domains=options.allowed_media_domains or (),
+        allowed_networks=options.allowed_media_networks or (),
+        allowed_local_path=options.allowed_local_media_path or "",
+        fetch_timeout=options.media_fetch_timeout,
+        max_bytes=options.max_media_bytes,
+        cache_gb=options.mm_processor_cache_gb,
+        processor_kwargs=dict(options.mm_processor_kwargs or {}),
+        io_kwargs=dict(options.media_io_kwargs or {}),
+    )
+
+
+class MediaService(SupervisedProcess):
+    """The media process, which is started again whenever it dies or hangs. Its folder stays, so that the items of
+    running requests can still be read.
+    """
+
+    def __init__(self, manager: EngineManager, settings: MediaSettings) -> None:
+        """Start it. The engine has failed if it cannot start at all."""
+        super().__init__("the media process")
+        self._manager, self._settings = manager, settings
+        self._folder = RuntimeFolder(where=_item_folder())
+        self.path = f"{self._folder.path}/media"
+        """The socket for `MediaClient`."""
+        self.has_been_ready = False
+        self._metrics = MediaMetrics(media_table(manager.metrics_path))
+        self._num_failed_starts = 0
+        manager.add_process(self, self._folder.remove)
+
+    def start(self) -> Process:
+        metrics = media_table(self._manager.metrics_path)
+        args = MediaProcessArgs(self._settings, self._folder.path, metrics, self._manager.log_level)
+        return start_process("quire.server.media.process", args)
+
+    def on_ready(self, ready: Ready) -> None:
+        if self.has_been_ready:
+            logger.info("%s is ready again", self.name)
+        self.has_been_ready, self._num_failed_starts = True, 0
+        self._metrics.state = "up"
+
+    def on_exit(self, failure: Failed) -> float | None:
+        self._metrics.state = "down"
+        self._num_failed_starts += not self.is_ready
+        if not self.has_been_ready and (failure.user_error or self._num_failed_starts >= _MAX_FAILED_STARTS):
+            self._manager.fail(failure.reason, user_error=failure.user_error)
+            return None
+        logger.error("%s; restarting it. Requests with images or videos wait meanwhile", failure.reason)
+        return min(2.0**self._num_failed_starts - 1.0, _MAX_RESTART_SECONDS)
+
+
+def _item_folder() -> str | None:
+    """Shared memory, if there is enough; otherwise None: the folder for temporary files."""
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+        if free >= _LEAST_SHARED_BYTES and os.access(_SHARED_MEMORY, os.W_OK):
+            return _SHARED_MEMORY
+        logger.warning(
+            "%s has only %d MiB free; images and videos are kept in the folder for temporary files, which may be slower"
+            " (docker run --shm-size)",
+            _SHARED_MEMORY,
+            free // 2**20,
+        )
+    return None

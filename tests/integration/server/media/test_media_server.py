@@ -1,0 +1,485 @@
+"""Items of requests, over the media process's socket: loaded once, kept while leased, refused with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.media import server as media_server
+from quire.server.media.client import MediaClient
+from quire.server.media.decoding import Decoded, DecodeOrder, Refused
+from quire.server.media.download import Fetched
+from quire.server.media.server import MediaServer
+from quire.server.media.store import Store
+from quire.server.media.types import LoadedItem, LoadedMedia, MediaSettings, MediaSource, MediaUnavailable
+from tests.fakes.pdfs import pdf
+from tests.fakes.processors import write_processor
+
+MAX_PIXELS = 500_000
+
+
+@dataclass
+class Site:
+    """What stands at URLs, and how often it was fetched."""
+
+    pages: dict[str, Fetched] = field(default_factory=dict)
+    fetched: list[str] = field(default_factory=list)
+
+    async def fetch(self, url: str, max_bytes: int | None = None) -> Fetched:
+        self.fetched.append(url)
+        await asyncio.sleep(3600 if "silent" in url else 0.05)
+        if url not in self.pages:
+            raise InvalidParameter("the server answered with 404")
+        return self.pages[url]
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Host:
+    """A media server on a loop of its own, in a thread."""
+
+    server: MediaServer
+    loop: asyncio.AbstractEventLoop
+    socket: str
+    site: Site
+    orders: list[DecodeOrder]
+    """What decoders were asked for."""
+
+    def settle(self) -> None:
+        """Check the store, on its thread."""
+
+        async def check() -> None:
+            self.server.store.check_integrity()
+
+        asyncio.run_coroutine_threadsafe(check(), self.loop).result()
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    folder = tmp_path_factory.mktemp("media")
+    (folder / "items").mkdir()
+    (folder / "model").mkdir()
+    settings = MediaSettings(
+        model=str(write_processor("qwen2_vl", folder / "model")),
+        num_decoders=2,
+        max_pixels=MAX_PIXELS,
+        max_request_pixels=MAX_PIXELS * 3 // 2,
+        max_bytes=2**20,
+    )
+    ended: asyncio.Queue[None] = asyncio.Queue()
+    ready, hosts = threading.Event(), list[Host]()
+
+    async def run() -> None:
+        site, orders = Site(), list[DecodeOrder]()
+        server = MediaServer(settings, Store(str(folder / "items"), 2**26), site)
+        decode = server.decoders.decode
+
+        async def counted(data: bytes, order: DecodeOrder, open_target: Callable[[int], int]) -> Decoded | Refused:
+            orders.append(order)
+            return await decode(data, order, open_target)
+
+        server.decoders.decode = counted  # type: ignore[method-assign]
+        path = str(folder / "socket")
+        async with await server.serve(path):
+            hosts.append(Host(server, asyncio.get_running_loop(), path, site, orders))
+            ready.set()
+            await ended.get()
+            await server.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    assert ready.wait(10)
+    yield hosts[0]
+    hosts[0].loop.call_soon_threadsafe(ended.put_nowait, None)
+    thread.join()
+
+
+@pytest.fixture
+async def client(host: Host) -> AsyncIterator[MediaClient]:
+    host.orders.clear()
+    host.site.fetched.clear()
+    made = MediaClient(host.socket)
+    yield made
+    made.close()
+    host.settle()
+
+
+def picture(color: str | tuple[int, int, int], size: tuple[int, int] = (56, 56), form: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, form)
+    return file.getvalue()
+
+
+def source(data: bytes = b"", **others: Any) -> MediaSource:
+    return MediaSource("image", "messages[0].content[1]", data=data, **others)
+
+
+def arrays(item: LoadedItem) -> dict[str, np.ndarray]:
+    content = Path(item.data.path).read_bytes()
+    assert len(content) == item.data.num_bytes
+    return {
+        each.name: np.frombuffer(content, each.dtype, int(np.prod(each.shape)), each.start).reshape(each.shape)
+        for each in item.data.arrays
+    }
+
+
+async def test_an_item_is_what_the_processor_makes_of_the_picture(client: MediaClient) -> None:
+    loaded = await client.load([source(picture("red", (56, 84))), source(picture("blue"))])
+    first, second = loaded.items
+    assert (first.kind, first.text, first.grids) == ("image", "<|image_pad|>" * 6, ((1, 3, 2),))
+    assert second.grids == ((1, 2, 2),)
+    found = arrays(first)
+    assert found["image_grid_thw"].tolist() == [[1, 6, 4]]
+    assert found["pixel_values"].shape == (24, 1176)
+    # The mean and deviation of CLIP's pictures.
+    assert np.unique(found["pixel_values"]) == pytest.approx(
+        sorted([(1 - 0.48145466) / 0.26862954, -0.4578275 / 0.26130258, -0.40821073 / 0.27577711]), rel=1e-6
+    )
+    assert Path(first.data.path).name == f"{first.digest.hex()}.item"
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+async def test_every_format_is_turned_as_exif_says(client: MediaClient, form: str) -> None:
+    """Red above white; a camera that was turned writes it as red beside white."""
+    image = Image.new("RGB", (112, 56), "white")
+    has_exif = form in ("PNG", "JPEG", "WEBP", "TIFF")
+    image.paste((255, 0, 0), (0, 0, 56, 56))
+    exif = image.getexif()
+    exif[ExifTags.Base.Orientation] = 6
+    file = io.BytesIO()
+    image.save(file, form, **({"exif": exif} if has_exif else {}))
+    (item,) = (await client.load([source(file.getvalue())])).items
+    assert item.grids == (((1, 4, 2) if has_exif else (1, 2, 4)),)
+    red_everywhere, blue = arrays(item)["pixel_values"].reshape(-1, 3, 2 * 14 * 14)[:, [0, 2]].mean(axis=2).T
+    assert red_everywhere == pytest.approx(1.93, abs=0.1)
+    first_half = blue[:16].mean()  # the first tokens: above if it was turned, and else above left
+    assert first_half == pytest.approx(-1.48 if has_exif else (-1.48 + 2.15) / 2, abs=0.1)
+
+
+@pytest.mark.parametrize("form", ["PPM", "ICO", "TGA", "PCX", "EPS", "PDF"])
+async def test_other_formats_are_refused(client: MediaClient, form: str) -> None:
+    with pytest.raises(InvalidParameter, match="not a supported image"):
+        await client.load([source(picture("red", form=form))])
+
+
+async def test_what_requests_load_at_the_same_time_or_again_is_decoded_once(host: Host, client: MediaClient) -> None:
+    data = picture("green")
+    first, second = await asyncio.gather(client.load([source(data), source(data)]), client.load([source(data)]))
+    again = await client.load([source(data)])
+    digests = {item.digest for loaded in (first, second, again) for item in loaded.items}
+    assert (len(digests), len(host.orders)) == (1, 1)
+    other_file = await client.load([source(picture("green", form="BMP"))])
+    assert (other_file.items[0].digest, len(host.orders)) == (digests.pop(), 2)
+    same_size = await client.load([source(picture("yellow"))])
+    assert same_size.items[0].digest != other_file.items[0].digest
+
+
+async def test_data_of_a_known_picture_is_not_sent(
+    host: Host, client: MediaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be base64, or not; two are asked for at once, one of which is new."""
+    asked: list[MediaSource] = []
+    load = host.server.load
+
+    async def noted(sources: Sequence[MediaSource], owner: str) -> LoadedMedia:
+        asked.extend(sources)
+        return await load(sources, owner)
+
+    monkeypatch.setattr(host.server, "load", noted)
+    file = picture("teal", (150, 150), "BMP")
+    in_base64 = MediaSource("image", "messages[0]", data=base64.b64encode(file), is_base64=True)
+    items = [(await client.load([given])).items for given in (in_base64, in_base64, source(file), source(file))]
+    assert items[1:] == items[:1] * 3
+    assert len(host.orders) == 1
+    assert [bool(each.data) for each in asked] == [False, True, False, False, True, False]
+    new = source(picture("olive", (150, 150), "BMP"))
+    assert (await client.load([in_base64, new])).items[0] == items[0][0]
+    assert [bool(each.data) for each in asked[-4:]] == [False, False, True, True]
+
+
+async def test_base64_is_a_file_only_where_it_is_said_to_be(client: MediaClient) -> None:
+    """The answer is the same whatever was sent before."""
+    encoded = base64.b64encode(picture("navy", (150, 150), "BMP"))
+    await client.load([MediaSource("image", "p", data=encoded, is_base64=True)])
+    with pytest.raises(InvalidParameter, match="not a supported image"):
+        await client.load([MediaSource("image", "p", data=encoded)])
+
+
+def test_names_of_an_owner_do_not_displace_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_server, "_MAX_NAMES", 4)
+    names = media_server._Names[int]()
+    names.set("logo", 0, owner="me")
+    for number in range(10):
+        names.set(f"{number}", number, owner="you")
+    assert names.get("logo", "me") == 0
+    assert [names.get(f"{number}", "you") for number in range(10)] == [None] * 7 + [7, 8, 9]
+
+
+async def test_urls_of_a_silent_host_leave_turns_for_others(host: Host, client: MediaClient) -> None:
+    host.site.pages = {"http://site/other": Fetched(picture("blue"), None)}
+    silent = asyncio.create_task(client.load([source(url=f"http://silent/{number}") for number in range(100)]))
+    await until(lambda: len(host.site.fetched) == 32)
+    await client.load([source(url="http://site/other")])
+    silent.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await silent
+    assert len(host.site.fetched) == 33
+
+
+async def test_a_slow_download_is_not_taken_for_a_wait(
+    host: Host, client: MediaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.site.pages = {"http://site/slow": Fetched(data := picture("maroon"), None)}
+    await client.load([source(data)])
+    monkeypatch.setattr(host.server, "_settings", replace(host.server._settings, wait_seconds=0.02))
+    await client.load([source(url="http://site/slow")])
+
+
+async def test_options_of_a_request_make_another_item(host: Host, client: MediaClient) -> None:
+    data = picture("pink", (112, 112))
+    plain, small, hinted = [
+        (await client.load([MediaSource("image", "p", data=data, options=options)])).items[0]
+        for options in ({}, {"max_pixels": 56 * 56}, {"detail": "low"})
+    ]
+    assert (len(plain.text), len(small.text)) == (4 * len(small.text), 4 * len("<|image_pad|>"))
+    assert hinted == plain
+    with pytest.raises(InvalidParameter, match="argument of this model's processor: patch_size"):
+        await client.load([MediaSource("image", "p", data=data, options={"patch_size": 7})])
+
+
+async def test_a_url_is_fetched_again_when_its_server_says_so(host: Host, client: MediaClient) -> None:
+    host.site.pages = {f"http://site/{age}": Fetched(picture("black"), age) for age in (None, 100.0, 0.0)}
+    for _ in range(2):
+        await asyncio.gather(*(client.load([source(url=url)]) for url in 2 * list(host.site.pages)))
+    assert sorted(host.site.fetched) == ["http://site/0.0", "http://site/0.0", "http://site/100.0", "http://site/None"]
+    assert len(host.orders) == 1
+    with pytest.raises(InvalidParameter, match="404") as refused:
+        await client.load([source(url="http://absent/")])
+    assert refused.value.param == "messages[0].content[1]"
+
+
+async def test_a_uuid_names_an_item_for_its_owner_only(host: Host, client: MediaClient) -> None:
+    named = await client.load([source(picture("white"), uuid="logo")], "me")
+    again = await client.load([source(uuid="logo")], "me")
+    assert again.items == named.items
+    for unknown in (client.load([source(uuid="logo")], "you"), client.load([source(uuid="lego")], "me")):
+        with pytest.raises(InvalidParameter, match="no image with this uuid any more; send it again"):
+            await unknown
+    changed = await client.load([source(picture("gray"), uuid="logo")], "me")
+    assert (await client.load([source(uuid="logo")], "me")).items == changed.items != named.items
+
+
+async def test_each_page_of_a_document_is_an_item(host: Host, client: MediaClient) -> None:
+    wide = (200.0, 20.0)
+    three = MediaSource("image", "p", data=pdf("one", "two", "three", size=wide), is_document=True)
+    image = MediaSource("image", "p", data=picture("red"), is_document=True)
+    loaded = await client.load([image, three, source(picture("red"))])
+    first, *pages, same = loaded.items
+    assert loaded.num_items == (1, 3, 1)
+    assert first == same
+    assert [page.grids for page in pages] == [((1, 1, 12),)] * 3
+    assert len({page.digest for page in pages}) == 3
+    num_orders = len(host.orders)
+    assert (await client.load([three, image])).items == (*pages, first)
+    assert len(host.orders) == num_orders == 5
+    for data, reason in (
+        (pdf(*"abcd", size=wide), "more than 750000 pixels"),
+        (pdf(*"a" * 101), "has 101 pages; at most 100"),
+        (b"%PDF-1.7\n", "damaged, or needs a password"),
+    ):
+        with pytest.raises(InvalidParameter, match=reason):
+            await client.load([MediaSource("image", "p", data=data, is_document=True)])
+
+
+async def test_pages_are_several_images(tmp_path: Path) -> None:
+    """LLaVA-OneVision cuts only a lone image into tiles."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "items").mkdir()
+    folder = write_processor("llava_onevision", tmp_path / "model")
+    server = MediaServer(MediaSettings(model=str(folder)), Store(str(tmp_path / "items"), 2**28), Site())
+
+    async def texts(*sources: MediaSource) -> list[str]:
+        loaded = await server.load(sources, "me")
+        server.store.release(loaded.lease)
+        return [item.text for item in loaded.items]
+
+    def document(*pages: str) -> MediaSource:
+        return MediaSource("image", "p", data=pdf(*pages), is_document=True)
+
+    try:
+        (alone,) = await texts(document("a"))
+        pages = await texts(document("a", "b"))
+        assert pages == (await texts(document("a"), document("b")))
+        assert len({len(text) for text in pages}) == 1
+        assert len(alone) > len(pages[0])
+        server.store.check_integrity()
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (source(b"no picture"), "not a supported image"),
+        (source(pdf("a")), "not a supported image"),
+        (source(picture("red")[:60]), "damaged or incomplete"),
+        (source(picture("red", (1000, 501))), r"1000 × 501 pixels; at most 500,000"),
+        (source(picture("red", (3000, 10))), "processor does not accept a picture of 3000 × 10"),
+        (source(os.urandom(2**20 + 1)), "more than 1048576 bytes"),
+        (source(), "is empty"),
+        (MediaSource("image", source().param, data=b"iVBORw*", is_base64=True), r"content\[1\]: .* invalid base64"),
+    ],
+)
+async def test_a_bad_item_is_refused_with_its_place(client: MediaClient, bad: MediaSource, reason: str) -> None:
+    with pytest.raises(InvalidParameter, match=reason) as refused:
+        await client.load([source(picture("red")), bad])
+    assert refused.value.param == "messages[0].content[1]"
+
+
+async def test_a_request_has_a_budget_of_pixels(client: MediaClient) -> None:
+    size = (800, 600)
+    await client.load([source(picture("red", size))])
+    with pytest.raises(InvalidParameter, match="of the request have more than 750000 pixels"):
+        await client.load([source(picture(color, size)) for color in ("blue", "green")])
+
+
+async def test_items_wait_for_the_space_that_they_need_and_others_go_on(
+    host: Host, client: MediaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These have 8.4 MB."""
+    monkeypatch.setattr(host.server.store, "capacity", 12 * 2**20)
+
+    def large(color: str) -> MediaSource:
+        return MediaSource("image", color, data=picture(color, (700, 504)), options={"max_pixels": 10**6})
+
+    with pytest.raises(
+        InvalidParameter, match=r"need 17 MiB when .*; --mm-processor-cache-gb allows 12 MiB"
+    ) as refused:
+        await client.load([large("tomato"), large("salmon")])
+    assert refused.value.param in ("tomato", "salmon")
+    first = await client.load([large("tomato")])
+    host.orders.clear()
+    second = asyncio.create_task(client.load([large("coral")]))
+    await until(lambda: len(host.orders) == 1)
+    await client.load([source(picture(color)) for color in ("plum", "peru")])
+    assert not second.done()
+    client.release(first.lease)
+    await second
+    assert host.server.store._reserved == 0
+
+
+@pytest.mark.parametrize("victim", ["fork", "helper"])
+async def test_the_death_of_a_decoder_concerns_its_item_only(host: Host, victim: str) -> None:
+    """A file may crash the fork; the helper may die of something else."""
+    client, decoders = MediaClient(host.socket), host.server.decoders
+    await client.format()
+    helper = decoders._popen
+    assert helper is not None
+    if victim == "helper":
+        os.kill(helper.pid, signal.SIGKILL)
+        helper.wait()
+        await client.load([source(picture("purple"))])
+    else:
+        children = Path(f"/proc/{helper.pid}/task/{helper.pid}/children")
+        killed = asyncio.create_task(client.load([source(big(0))]))
+        await asyncio.to_thread(kill_busy, children)
+        await killed  # it may not have been the file
+        killed = asyncio.create_task(client.load([source(big(1))]))
+        for _ in range(2):
+            await asyncio.to_thread(kill_busy, children)
+        with pytest.raises(InvalidParameter, match="too much time or memory"):
+            await killed
+        await client.load([source(picture("orange"))])
+    client.close()
+    host.settle()
+
+
+def big(number: int) -> bytes:
+    """A picture that takes a while."""
+    file = io.BytesIO()
+    Image.effect_noise((700, 700 + number), 50).rotate(1).save(file, "PNG")
+    return file.getvalue()
+
+
+def kill_busy(children: Path) -> None:
+    """Kill a fork that is confined, as it is when it begins to decode; returns when it is gone."""
+    until = time.monotonic() + 10
+    while True:
+        for pid in children.read_text().split():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text():
+                    os.kill(int(pid), signal.SIGKILL)
+                    while pid in children.read_text().split():
+                        time.sleep(0.001)
+                    return
+        assert time.monotonic() < until
+
+
+async def test_leases_end_with_their_process_unless_another_adopts_them(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody was told of ends at once, also if the process fails before it tells anybody."""
+    monkeypatch.setattr(media_server, "ORPHAN_SECONDS", 0.5)
+    maker, adopter = MediaClient(host.socket), MediaClient(host.socket)
+    lost, late, kept = [await maker.load([source(picture(color))]) for color in ("navy", "teal", "lime")]
+    maker.hand_over(late.lease)
+    maker.hand_over(kept.lease)
+    assert await adopter.adopt(kept.lease) == kept
+    maker.close()
+    await until(lambda: host.server.store.leased(lost.lease) is None)
+    assert host.server.store.leased(late.lease) is not None
+    await until(lambda: host.server.store.leased(late.lease) is None)
+    assert host.server.store.leased(kept.lease) is not None
+    with pytest.raises(MediaUnavailable, match="no longer there"):
+        await adopter.adopt(late.lease)
+    adopter.release(kept.lease)
+    await until(lambda: host.server.store.leased(kept.lease) is None)
+    adopter.close()
+    host.settle()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_work_that_nobody_waits_for_any_more_is_cancelled(host: Host, client: MediaClient) -> None:
+    host.site.pages = {"http://slow/": Fetched(picture("olive"), None)}
+    waiting = [asyncio.create_task(client.load([source(url="http://slow/")])) for _ in range(2)]
+    await until(lambda: bool(host.site.fetched))
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await client.load([source(url="http://slow/")])
+    assert (len(host.site.fetched), len(host.orders)) == (2, 1), "the first was not finished"
+
+
+async def test_without_a_media_process_a_client_can_try_again(tmp_path: Path) -> None:
+    with pytest.raises(MediaUnavailable, match="try again"):
+        await MediaClient(str(tmp_path / "absent"), patience=0.3).load([source(b"x")])
+
+
+async def test_a_request_of_10_000_items_loads_none(host: Host, client: MediaClient) -> None:
+    host.site.pages = {"http://many/": Fetched(picture("navy"), None)}
+    before = len(host.site.fetched), len(host.orders)
+    with pytest.raises(InvalidParameter, match="at most 256 images and videos"):
+        await client.load([source(url="http://many/")] * 10_000)
+    assert (len(host.site.fetched), len(host.orders)) == before
