@@ -130,6 +130,7 @@ class CountTokensRequest(RequestBody):
         "container": rejected(),
         "thread": rejected(),
     }
+    has_files: ClassVar[bool] = True
     max_items: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
 
     model: str
@@ -176,6 +177,7 @@ class CountTokensRequest(RequestBody):
         thinking = self.thinking or MessageThinking(type="adaptive")
         return ChatInput(
             messages=messages,
+            media=turns.media,
             tools=given.shown,
             tool_use=read_tool_use(given.callable, choice, max_calls, _NAMES),
             template=ChatTemplateOptions(

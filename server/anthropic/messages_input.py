@@ -6,11 +6,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
-from xml.sax.saxutils import quoteattr
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.anthropic.tools import MessageTool, Toolset
+from quire.server.http.file_parts import PDF, document, tagged
+from quire.server.http.media_parts import content_of
 from quire.server.http.request_model import LABEL, ExtraField, MessagePart, hint, parsed, rejected, variant
+from quire.server.media.types import MediaSource
+from quire.server.text.media_input import media_source
 
 
 class _Block(MessagePart):
@@ -19,6 +22,24 @@ class _Block(MessagePart):
 
 class _TextBlock(_Block):
     text: str
+
+
+class _ImageBlock(_Block):
+    source: dict[str, Any]
+
+
+class _Base64Source(MessagePart):
+    data: str
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+
+
+class _UrlSource(MessagePart):
+    url: str
+
+
+class _PdfSource(MessagePart):
+    data: str
+    media_type: Literal["application/pdf"]
 
 
 class _CitedBlock(MessagePart):
@@ -117,8 +138,12 @@ _DOCUMENTS: dict[str, type[MessagePart]] = {
     "document": _DocumentBlock,
     "search_result": _SearchResultBlock,
 }
-_OF_USER: dict[str, type[MessagePart]] = {**_DOCUMENTS, "tool_result": _ToolResultBlock}
-_OF_RESULT: dict[str, type[MessagePart]] = {**_DOCUMENTS, "tool_reference": _ToolReferenceBlock}
+_OF_USER: dict[str, type[MessagePart]] = {**_DOCUMENTS, "image": _ImageBlock, "tool_result": _ToolResultBlock}
+_OF_RESULT: dict[str, type[MessagePart]] = {
+    **_DOCUMENTS,
+    "image": _ImageBlock,
+    "tool_reference": _ToolReferenceBlock,
+}
 _OF_ASSISTANT: dict[str, type[MessagePart]] = {
     **_TEXT,
     "thinking": _ThinkingBlock,
@@ -135,11 +160,17 @@ _REFERENCES: dict[str, type[MessagePart]] = {
     "mcp_tool_reference": _McpTools,
     "mcp_toolset_reference": _McpTools,
 }
-_SOURCES: dict[str, type[MessagePart]] = {"text": _TextSource, "content": _ContentSource}
+_SOURCES: dict[str, type[MessagePart]] = {
+    "text": _TextSource,
+    "content": _ContentSource,
+    "base64": _PdfSource,
+    "url": _UrlSource,
+}
+_IMAGE_SOURCES: dict[str, type[MessagePart]] = {"base64": _Base64Source, "url": _UrlSource}
 
 
 class MessageTurn(MessagePart):
-    """A turn of the conversation. Its parts are text, documents of plain text, search results, and tool results; the
+    """A turn of the conversation. Its parts are text, images, documents, search results, and tool results; the
     assistant's are text, thinking and tool uses.
     """
 
@@ -163,6 +194,8 @@ class MessageTurns:
     def __init__(self, ignored: set[str], tools: Toolset) -> None:
         """Adds to `ignored` what has no effect, and changes which `tools` are offered."""
         self.messages: list[dict[str, Any]] = []
+        self.media: list[MediaSource] = []
+        """The images of the messages."""
         self._ignored = ignored
         self._tools = tools
 
@@ -223,23 +256,63 @@ class MessageTurns:
                 return ""
 
     def _add_blocks(self, content: Sequence[Mapping[str, Any]], param: str) -> None:
-        texts: list[str] = []
+        parts: list[str | MediaSource] = []
         for at, block in enumerate(content):
             where = f"{param}[{at}]"
             match variant(_OF_USER, block, where, self._ignored):
                 case _ToolResultBlock() as result:
-                    self._add_user(texts)
-                    text = "" if result.content is None else self._text(result.content, f"{where}.content", _OF_RESULT)
-                    text = f"Error: {text}" if result.is_error else text
-                    self.messages.append({"role": "tool", "content": text, "tool_call_id": result.tool_use_id})
+                    self._add_user(parts)
+                    shown = self._result(result, f"{where}.content")
+                    self.messages.append({"role": "tool", "content": shown, "tool_call_id": result.tool_use_id})
                 case read:
-                    texts.append(self._shown(read, where))
-        self._add_user(texts)
+                    parts += self._parts(read, where)
+        self._add_user(parts)
 
-    def _add_user(self, texts: list[str]) -> None:
-        if texts:
-            self.messages.append({"role": "user", "content": "\n".join(texts)})
-            texts.clear()
+    def _add_user(self, parts: list[str | MediaSource]) -> None:
+        if parts:
+            self.messages.append({"role": "user", "content": content_of(parts)})
+            parts.clear()
+
+    def _result(self, result: _ToolResultBlock, param: str) -> str | list[dict[str, Any]]:
+        """Return the content of a tool's result."""
+        given, parts = result.content or (), list[str | MediaSource]()
+        if isinstance(given, str):
+            parts.append(given)
+        else:
+            for at, each in enumerate(given):
+                block = variant(_OF_RESULT, each, f"{param}[{at}]", self._ignored)
+                parts += self._parts(block, f"{param}[{at}]")
+        if result.is_error:
+            text = parts.pop(0) if parts and isinstance(parts[0], str) else ""
+            parts.insert(0, f"Error: {text}")
+        return content_of(parts)
+
+    def _parts(self, block: MessagePart, param: str) -> list[str | MediaSource]:
+        """Return a block of the user, or of a tool's result."""
+        found: list[str | MediaSource]
+        where = f"{param}.source"
+        match block:
+            case _ImageBlock(source=given):
+                match variant(_IMAGE_SOURCES, given, where, self._ignored):
+                    case _Base64Source(data=data, media_type=kind):
+                        found = [media_source("image", f"data:{kind};base64,{data}", f"{where}.data")]
+                    case _UrlSource(url=url):
+                        found = [media_source("image", url, f"{where}.url")]
+                    case other:
+                        raise AssertionError(other)
+            case _DocumentBlock(source={"type": "base64" | "url"}, title=title, context=context):
+                match variant(_SOURCES, block.source, where, self._ignored):
+                    case _PdfSource(data=data):
+                        url, where = f"data:{PDF};base64,{data}", f"{where}.data"
+                    case _UrlSource(url=url):
+                        where = f"{where}.url"
+                    case other:
+                        raise AssertionError(other)
+                found = document(where, url, {}, title=title, context=context)
+            case _:
+                found = [self._shown(block, param)]
+        self.media += [part for part in found if isinstance(part, MediaSource)]
+        return found
 
     def _assistant_message(self, content: Sequence[Mapping[str, Any]], param: str) -> dict[str, Any]:
         texts, thoughts, calls = [], [], []
@@ -294,9 +367,9 @@ class MessageTurns:
                 else:
                     assert isinstance(source, _ContentSource)
                     text = self._text(source.content, f"{param}.source.content")
-                return _tagged("document", text, title=title, context=context)
+                return tagged("document", text, title=title, context=context)
             case _SearchResultBlock(source=origin, title=title, content=content):
-                return _tagged("search_result", self._text(content, f"{param}.content"), source=origin, title=title)
+                return tagged("search_result", self._text(content, f"{param}.content"), source=origin, title=title)
             case _ToolReferenceBlock(tool_name=name):
                 if (function := self._tools.deferred.get(name)) is None:
                     return name
@@ -308,9 +381,4 @@ class MessageTurns:
 
 
 def _function(function: Mapping[str, Any]) -> str:
-    return _tagged("function", json.dumps(function, ensure_ascii=False))
-
-
-def _tagged(tag: str, text: str, **attributes: str | None) -> str:
-    given = "".join(f" {name}={quoteattr(value)}" for name, value in attributes.items() if value is not None)
-    return f"<{tag}{given}>\n{text}\n</{tag}>"
+    return tagged("function", json.dumps(function, ensure_ascii=False))

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -31,6 +32,7 @@ from quire.engine.protocol.engine_core import (
     ToServer,
 )
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import (
@@ -81,6 +83,15 @@ class OpenRequests(NamedTuple):
 
 class QueueFull(RuntimeError):
     """Too many requests are waiting for the engine."""
+
+
+def _with_content(item: MediaItem) -> MediaItem:
+    """Return an item with its bytes, for ranks on other hosts, which cannot read this host's shared memory. Raises
+    `OSError`."""
+    if item.data is None or not item.data.path:
+        return item
+    content = Path(item.data.path).read_bytes()[: item.data.num_bytes]
+    return msgspec.structs.replace(item, data=msgspec.structs.replace(item.data, path="", content=content))
 
 
 class EngineClient:
@@ -137,7 +148,7 @@ class EngineClient:
         self._responses.setsockopt(zmq.LINGER, 0)
         self._responses.set_hwm(0)
         self._security.bind(self._responses, endpoints.responses[index])
-        self._cache, self._is_pooling = cache, is_pooling
+        self._cache, self._is_pooling, self._has_hosts = cache, is_pooling, bool(token)
         self._router: Router | None = None
         """None: there has been only one replica."""
         self._silence: SilenceCheck | None = None
@@ -233,9 +244,12 @@ class EngineClient:
         cache_salt: bytes = b"",
         n: int = 1,
         second_segments: Sequence[int] = (),
+        media: Sequence[Sequence[MediaItem]] = (),
+        lease: object = None,
     ) -> OutputStream:
         """Submit requests (id, prompt, params) with a common output stream: `n` in a row for each prompt. No id may be
-        used twice. `second_segments`, if given, has one for each request.
+        used twice. `second_segments`, if given, has one for each request, and `media` the items of each prompt, whose
+        data remains until nothing refers to `lease`.
 
         `DATA_PARALLEL_RANK` chooses the replica that they start on. Raises `EngineUnavailable` and `QueueFull`, and
         `InvalidParameter` if there is no such replica; then none was submitted.
@@ -262,8 +276,9 @@ class EngineClient:
                 label="" if stream.record is None else stream.record.key,
                 arrived=now,
                 second_segment=second_segments[number] if second_segments else 0,
+                media=list(media[number // n]) if media else [],
             )
-            running = self._running[request_id] = RunningRequest(stream, now, submit, prompt)
+            running = self._running[request_id] = RunningRequest(stream, now, submit, prompt, lease)
             if trace is not None and (added := trace.add(number, len(prompt_ids), now)) is not None:
                 running.trace = stream.traces[request_id] = added
             self._place(running, submit, rank)
@@ -321,13 +336,42 @@ class EngineClient:
         """Send a request to this replica, or to the best one; without one that is up, it waits (see `_on_up`)."""
         live = [each for each in (self._live_replicas() if rank is None else [rank]) if each not in running.leaving]
         if not live:
-            running.replica = None
+            running.replica = running.placed = None
             return
         running.replica = live[0] if self._router is None else self._router.place(request, self._stats(live))
         running.last_replica = running.replica
         if running.trace is not None:
             running.trace.place(running.replica)
-        self._send(request, running.replica)
+        running.placed = request
+        if request.media and self._has_hosts:
+            self._start_task(self._send_with_content(running, request, running.replica))
+        else:
+            self._send(request, running.replica)
+
+    async def _send_with_content(self, running: RunningRequest, request: EngineCoreRequest, replica: int) -> None:
+        """Send a request with the bytes of its items, unless it has ended or moved meanwhile."""
+        error = ""
+        try:
+            media = await asyncio.to_thread(lambda: [*map(_with_content, request.media)])
+        except OSError as cause:
+            error = f"the processed images of the request cannot be read: {cause.strerror}"
+        if self._running.get(request.request_id) is not running or running.placed is not request:
+            return
+        if error:
+            self._give_up(running, error)
+            self._check_drained()
+        else:
+            self._send(msgspec.structs.replace(request, media=media), replica)
+
+    def _give_up(self, running: RunningRequest, error: str) -> None:
+        """End a request that is not in the engine."""
+        request_id = running.submit.request_id
+        del self._running[request_id]
+        logger.error("request %s: %s", request_id, error)
+        running.stream.put(EngineCoreOutput(request_id, [], finish_reason="error", error=error))
+        if running.trace is not None:
+            running.trace.error = error
+        self._on_finished(request_id, running, "error")
 
     def abort(self, request_ids: set[str], reason: FinishReason) -> None:
         """Free these requests in the engine and forget them; they count as finished with `reason`."""
@@ -632,13 +676,11 @@ class EngineClient:
                 self._suspects.append(request_id)
         first = next(iter(self._suspects), None)
         if first in moved and (len(self._suspects) == 1 or moved[first].num_deaths > MAX_DEATHS):
-            running = self._running.pop(first)
-            error = f"the engine died {running.num_deaths} times while it ran this request, which is given up: {reason}"
-            logger.error("request %s: %s", first, error)
-            running.stream.put(EngineCoreOutput(first, [], finish_reason="error", error=error))
-            if running.trace is not None:
-                running.trace.error = error
-            self._on_finished(first, running, "error")
+            running = moved[first]
+            self._give_up(
+                running,
+                f"the engine died {running.num_deaths} times while it ran this request, which is given up: {reason}",
+            )
 
     def _clear_deaths(self, request_id: str, running: RunningRequest) -> None:
         """Forget the deaths of a request's replicas once it has made progress."""

@@ -149,7 +149,9 @@ class EngineManager:
         """Whether the reason is an error of the configuration."""
         self.on_change: Callable[[EngineState], None] = lambda state: None
         """Called with every new state."""
-        self._config, self._log_level, self._hosts = config, log_level, hosts or DPCoordinator()
+        self._config, self._hosts = config, hosts or DPCoordinator()
+        self.log_level = log_level
+        """The level of log messages of new processes."""
         self.changed_log_level: LogLevel | None = None
         """The level of log messages, if it is not the one of the start."""
         self._policy = policy or RestartPolicy()
@@ -159,7 +161,8 @@ class EngineManager:
         self._endpoints = Endpoints(
             requests=self._hosts.requests or local.requests, responses=self._hosts.responses or local.responses
         )
-        self._metrics_path = f"{self._folder.path}/metrics"
+        self.metrics_path = f"{self._folder.path}/metrics"
+        """The file of the metrics, which all processes of this host share."""
         self.requests = {replica: self._endpoints.requests[replica] for replica in parallel.api_replicas}
         """The replicas of the API, and the address of each."""
         self._awaited = set(self.requests)
@@ -169,7 +172,7 @@ class EngineManager:
         """Replicas that are up, and whose weights are still compared with other hosts'."""
         self._drained: dict[int, set[int]] = {}
         """The replicas that drain, and the API processes that have no more requests on them."""
-        self.metrics = Metrics(name, self._metrics_path, 0, num_clients)
+        self.metrics = Metrics(name, self.metrics_path, 0, num_clients)
         for replica in self.requests:
             self.metrics.state(replica, "loading")
         self._num_group_starts = 0
@@ -178,6 +181,8 @@ class EngineManager:
         self._running_elsewhere = set[int]()
         """Replicas of other hosts that have not exited while the group is being stopped."""
         self._cores = [_Core(self, replica, config) for replica in parallel.local_replicas]
+        self._others: dict[SupervisedProcess, Callable[[], object]] = {}
+        """The processes that are no engine cores, and what to call when they have ended."""
         self._lost_since: float | None = None
         """Time since which no replica is up, although some were."""
         self._thread = threading.Thread(target=self._run_thread, daemon=True, name="engine-manager")
@@ -185,10 +190,17 @@ class EngineManager:
             self.supervisor.add(core)
         self._hosts.watch(self)
 
+    def add_process(self, other: SupervisedProcess, on_end: Callable[[], object]) -> None:
+        """Start a process on this host that is no engine core. It is told about changes of the logs, and is stopped
+        after the cores; then `on_end` is called.
+        """
+        self._others[other] = on_end
+        self.supervisor.add(other)
+
     def process_info(self, index: int) -> ApiProcessInfo:
         """Return the information about the other processes that API process `index` needs."""
         endpoints = Endpoints(dict(self.requests), self._endpoints.responses)
-        return ApiProcessInfo(endpoints, self._metrics_path, frozenset(self._awaited), index)
+        return ApiProcessInfo(endpoints, self.metrics_path, frozenset(self._awaited), index)
 
     def start_core(self, core: _Core) -> Process:
         """Start the core of a replica."""
@@ -197,22 +209,22 @@ class EngineManager:
         init_method = self._hosts.init_method or local
         config = replica_config(core.config, core.replica, init_method, self._hosts.masters.get(core.replica))
         endpoints = Endpoints(self._endpoints.requests | self.requests, self._endpoints.responses)
-        return start_core(CoreArgs(config, endpoints, self._log_level, core.incarnation), self._folder.path)
+        return start_core(CoreArgs(config, endpoints, self.log_level, core.incarnation), self._folder.path)
 
     def set_log_level(self, level: LogLevel) -> None:
         """Show log messages of at least this level, in the engine cores and ranks of all hosts that this one leads, and
         in their successors.
         """
-        self._log_level = self.changed_log_level = level
-        for core in self._cores:
-            core.send(SetLogLevel(level))
+        self.log_level = self.changed_log_level = level
+        for each in (*self._cores, *self._others):
+            each.send(SetLogLevel(level))
         self._hosts.set_log_level(level)
 
     def reload(self, message: Reload) -> None:
-        """Let this host's engine cores read the configuration of the logs again."""
+        """Let this host's processes read the configuration of the logs again."""
         if message.log_config:
-            for core in self._cores:
-                core.send(message)
+            for each in (*self._cores, *self._others):
+                each.send(message)
 
     @property
     def is_settled(self) -> bool:
@@ -614,6 +626,9 @@ class EngineManager:
         reason = reason or (self.failure.reason if self.failure is not None else "")
         hosts.close(reason, user_error=self.is_user_error)
         self.supervisor.stop(self._cores, Shutdown(reason), SHUTDOWN_SECONDS)
+        self.supervisor.stop([*self._others], Shutdown(), SHUTDOWN_SECONDS)
+        for on_end in self._others.values():
+            on_end()
         self._folder.remove()
 
     def _prefix(self, replica: int) -> str:

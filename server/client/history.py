@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from quire.engine.protocol.stats import EngineStats, RankStats
 from quire.server.client.http_metrics import REASONS
-from quire.server.client.metrics import HISTOGRAMS, Metrics, map_table
+from quire.server.client.metrics import HISTOGRAMS, Metrics
+from quire.server.client.table import map_table
 
 INTERVAL = 2.0
 """Seconds between rows."""

@@ -6,7 +6,6 @@ meanwhile, and `prometheus_client.generate_latest` needs several ms for each rep
 
 from __future__ import annotations
 
-import mmap
 import time
 from array import array
 from bisect import bisect_left
@@ -24,8 +23,10 @@ from quire.engine.config.engine_config import CacheConfig, EngineConfig
 from quire.engine.config.parallel_config import MAX_REPLICAS
 from quire.engine.protocol.engine_core import FinishReason
 from quire.engine.protocol.stats import GROUPS, ITERATION_TOKENS, MAX_DRAFT_TOKENS, EngineStats, ExpertLoad, RankStats
-from quire.server.client import http_metrics
+from quire.server.client import http_metrics, media_metrics
 from quire.server.client.http_metrics import HttpMetrics, HttpTotals
+from quire.server.client.media_metrics import MediaMetrics
+from quire.server.client.table import map_table
 
 # Engine metrics: name, kind, help, value.
 ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
@@ -73,6 +74,24 @@ ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Eng
         "counter",
         "Draft tokens that were what was sampled.",
         lambda s: s.num_accepted_tokens,
+    ),
+    (
+        "encoder_cache_queries",
+        "counter",
+        "Images and videos whose features a request needed.",
+        lambda s: s.encoder_cache_queries,
+    ),
+    (
+        "encoder_cache_hits",
+        "counter",
+        "Images and videos whose features were known, and were not encoded again.",
+        lambda s: s.encoder_cache_hits,
+    ),
+    (
+        "encoded_features",
+        "counter",
+        "Features of images and videos that were encoded.",
+        lambda s: s.encoded_features,
     ),
 )
 
@@ -283,14 +302,9 @@ class Death:
     reason: str
 
 
-def map_table(path: str | None, num_cells: int) -> mmap.mmap:
-    """Map a table of float64 that is the file at `path`, and 0 at first. Without a path, it is this process's own."""
-    size = 8 * num_cells
-    if path is None:
-        return mmap.mmap(-1, size)
-    with open(path, "ab+") as file:
-        file.truncate(size)
-        return mmap.mmap(file.fileno(), size)
+def media_table(path: str) -> str:
+    """Return the file of `MediaMetrics` beside the file of the other metrics."""
+    return f"{path}-media"
 
 
 class Metrics:
@@ -327,6 +341,9 @@ class Metrics:
         self._own = self._starts[index]
         self._http = [HttpMetrics(self._cells[start + _HTTP : start + _PER_PROCESS]) for start in self._starts]
         self.http = self._http[index]
+        takes_media = config is not None and config.media is not None
+        self.media = MediaMetrics(path and media_table(path)) if takes_media else None
+        """None: the model does not take images, or `config` is not known."""
         self._model_name, self._config, self._vllm_names = model_name, config, vllm_names
         self.unresponsive: frozenset[int] = frozenset()
         """Replicas that are up but silent, as this process sees it."""
@@ -491,6 +508,8 @@ class Metrics:
         )
         yield self._metric("request_success", "counter", "Finished requests, by finish reason.", samples)
         yield from self._requests()
+        if self.media is not None:
+            yield from self._media(self.media)
         yield from self._ranks([replica for replica in present if states[replica] in _LIVE])
         yield from self._experts()
 
@@ -554,6 +573,26 @@ class Metrics:
             ((count, {**_route(name, "handler"), "status": of}) for (name, of), count in classes.items() if count),
         )
         yield (requests + self._durations(totals, "handler")).replace("quire:http_", "http_")
+
+    def _media(self, media: MediaMetrics) -> Iterator[str]:
+        """Metrics of images and videos."""
+        meaning = "1 if the process that loads images and videos is up."
+        yield self._metric("media_process_up", "gauge", meaning, [(media.state == "up", {})])
+        yield self._metric(
+            "media_items",
+            "counter",
+            "Images and videos of requests: loaded, found in the cache (cached), refused, or failed.",
+            (
+                (count, {"kind": kind, "result": result})
+                for kind in media_metrics.KINDS
+                for result, count in zip(media_metrics.RESULTS, media.results(kind), strict=True)
+            ),
+        )
+        meaning = "Time to fetch, decode and process an image or a video, or to find it in the cache, in seconds."
+        seconds = ((media.seconds(kind), {"kind": str(kind)}) for kind in media_metrics.KINDS)
+        yield self._histogram("media_load_seconds", meaning, media_metrics.SECONDS, seconds)
+        meaning = "Bytes of processed images and videos in shared memory."
+        yield self._metric("media_cache_bytes", "gauge", meaning, [(media.cache_bytes, {})])
 
     def _durations(self, totals: HttpTotals, label: str) -> str:
         meaning = "Time from the headers of an HTTP request to the end of the response, in seconds."

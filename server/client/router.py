@@ -135,7 +135,12 @@ class Router:
 
     def place(self, submit: EngineCoreRequest, stats: Mapping[int, EngineStats]) -> int:
         """Choose a replica for a request, given the replicas' newest stats, and record the request as sent."""
-        tokens = submit.prompt_token_ids + submit.output_token_ids
+        prompt = submit.prompt_token_ids
+        if submit.media:  # the tokens of all images are the same
+            prompt = prompt.copy()
+            for item in submit.media:
+                prompt[item.offset] = int.from_bytes(item.digest)
+        tokens = prompt + submit.output_token_ids
         hashes: list[int] = []
         if self._has_prefix_cache:
             self._extend_hashes(hashes, tokens, submit.cache_salt)
@@ -161,7 +166,7 @@ class Router:
         uncached, load = uncached_at[chosen], self._loads[chosen]
         placed = _PlacedRequest(
             replica=chosen,
-            prompt=submit.prompt_token_ids,
+            prompt=prompt,
             salt=submit.cache_salt,
             hashes=hashes,
             pending=uncached,

@@ -37,10 +37,14 @@ class RunningRequest:
     submit: EngineCoreRequest
     """The original request; the other fields hold the state to resume from."""
     prompt: PromptRequests
+    lease: object = None
+    """Keeps the data of its images as long as this object refers to it."""
     replica: int | None = None
     """None: it waits for a replica."""
     last_replica: int | None = None
     """The replica that it is or was on."""
+    placed: EngineCoreRequest | None = None
+    """The message to its replica, which may still wait for the data of its images."""
     first_output: float | None = None
     """Time of its first tokens, or of its embedding."""
     queue_seconds: float = 0.0

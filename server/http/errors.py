@@ -26,6 +26,7 @@ from quire.server.client.output_stream import (
 )
 from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
+from quire.server.media.types import MediaUnavailable
 from quire.server.text.tokenizer import TokenizerFailed
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,8 @@ def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 503, error_object(str(error), "server_error", code="engine_unavailable")
         case Overloaded():
             return 503, error_object(str(error), "server_error", code="overloaded")
+        case MediaUnavailable():
+            return 503, error_object(str(error), "server_error", code="media_unavailable")
         case QueueFull():
             return 429, error_object(str(error), "rate_limit_error", code="queue_full")
         case RequestTimedOut():
@@ -153,6 +156,8 @@ def _reason(error: Exception, status: int, code: str | None) -> str:
     match error:
         case EngineUnavailable():
             return error.reason
+        case MediaUnavailable():
+            return "unavailable"
         case RequestAborted():
             return "aborted"
         case RequestFailed() if not isinstance(error, RequestTimedOut | RequestInvalid):
@@ -195,7 +200,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _client_closed_request)
     for kind in (
         *(InvalidParameter, RequestValidationError, HTTPException),
-        *(QueueFull, EngineUnavailable, Overloaded, RequestFailed, Exception),
+        *(QueueFull, EngineUnavailable, MediaUnavailable, Overloaded, RequestFailed, Exception),
     ):
         app.add_exception_handler(kind, _respond)
 
@@ -223,7 +228,7 @@ def _headers(error: Exception) -> dict[str, str]:
     match error:
         case HTTPException(headers=headers):
             return dict(headers or {})
-        case QueueFull() | EngineUnavailable() | Overloaded():
+        case QueueFull() | EngineUnavailable() | MediaUnavailable() | Overloaded():
             return {"Retry-After": str(RETRY_AFTER_SECONDS)}
         case RequestTimedOut() | RequestAborted():  # or else OpenAI's clients would retry
             return {"x-should-retry": "false"}

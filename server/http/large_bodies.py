@@ -4,7 +4,8 @@ Parsing, validating, rendering and tokenizing hold the interpreter lock for a lo
 is large or hostile. So a body above `LARGE_BODY` is not even parsed here. A fork of a helper process (`Sandbox`) does
 everything up to the engine's input, within limits of time and memory, and returns the request without the processed
 parts (`RequestBody.reduced`), or a response. It is killed when the client leaves. So is the fork for a request that may
-bring its own chat template.
+bring its own chat template. A body that is large only because of its pictures is parsed here without them
+(`quire.server.http.cut_files`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import mmap
 import os
 import pickle
+import re
 import sys
 import traceback
 from collections import Counter
@@ -31,12 +33,15 @@ from starlette.exceptions import HTTPException
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.process import log
 from quire.server.client.fair_share import SHARE, FairSlots, Share
-from quire.server.client.request_record import RECORD
+from quire.server.client.request_record import RECORD, current_key
+from quire.server.http.cut_files import MAX_CUT_BODY, cut
 from quire.server.http.errors import ApiError, reason_of_status, respond
 from quire.server.http.response import cancelled_without_client, while_connected
 from quire.server.http.response_store import ResponseStore
+from quire.server.media.data_urls import CUT_FILES
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.input_processor import InputProcessor
+from quire.server.text.media_input import MediaAccess, MediaDeferred
 from quire.server.text.sandbox import Answer, Sandbox, SandboxStopped
 from quire.server.text.structured_outputs import SizeCheck
 from quire.server.text.tokenizer import TokenizerFailed
@@ -50,9 +55,13 @@ BODY_MEMORY = 2**30
 MAX_BODIES_BYTES = 256 * 2**20
 """Bytes of all large bodies that an API process holds; further ones get status 503."""
 
-_TEMPLATE_MARKS = (b"chat_template", b"\\u", b"\0")
+_TEMPLATE_MARKS = re.compile(rb"chat_template|\\u|\x00")
 """A body with a chat template has one of these: an escape may hide the name, and so may UTF-16."""
 _GZIP = b"\x1f\x8b"
+_WAITING_BODIES = 8
+"""Bodies that wait for files to be fetched and decoded, for each one that is worked on."""
+_DEFERRED = pickle.dumps(None)
+"""The answer for a body that must wait for files."""
 _NICENESS = 10
 """Lowers the scheduling priority: streams come first."""
 
@@ -74,12 +83,14 @@ class LargeBodies:
         routes: Sequence[BodyRoute],
         responses: ResponseStore,
         max_model_len: Callable[[], int],
+        media: MediaAccess | None = None,
     ) -> None:
-        """`max_model_len` returns the model's present length."""
+        """`max_model_len` returns the model's present length, `media` as in `InputProcessor.load`."""
         self.responses, self._max_model_len = responses, max_model_len
         processes = [route.process_large for route in routes if route.body_field is not None]
-        self._sandbox = Sandbox(_make, (model, formats, processes), BODY_SECONDS, BODY_MEMORY, _NICENESS)
-        self._slots = FairSlots(max(2, len(os.sched_getaffinity(0)) // 2))
+        self._sandbox = Sandbox(_make, (model, formats, processes, media), BODY_SECONDS, BODY_MEMORY, _NICENESS)
+        slots = max(2, len(os.sched_getaffinity(0)) // 2)
+        self._slots, self._waiting_slots = FairSlots(slots), FairSlots(_WAITING_BODIES * slots)
         self.trusts_templates = formats.trust_request_chat_template
         """Whether requests may have chat templates."""
         self._held: Counter[Share] = Counter()
@@ -88,10 +99,13 @@ class LargeBodies:
 
     async def process(self, process_large: ProcessLarge, body: bytes | memoryview, stored: bytes | None = None) -> Any:
         """Return the result of `process_large`; raises `HTTPException`, and `Answered` with a complete response."""
-        header = pickle.dumps((process_large, stored, self._max_model_len()))
+        header = pickle.dumps((process_large, stored, self._max_model_len(), current_key()))
         try:
             async with self._slots:
-                answer = await self._sandbox.ask_async(header, body)
+                answer = await self._sandbox.ask_async(pickle.dumps(False), header, body)
+            if answer == _DEFERRED:  # again, where it keeps no text waiting
+                async with self._waiting_slots:
+                    answer = await self._sandbox.ask_async(pickle.dumps(True), header, body)
         except SandboxStopped:
             limits = f"{BODY_SECONDS:g} s of processor time or {BODY_MEMORY >> 20} MiB of memory"
             text = f"the body takes more than {limits} to process; shorten it, or simplify its chat template"
@@ -201,6 +215,11 @@ class BodyRoute(APIRoute):
         return getattr(self._kind, "needs", None) is not None
 
     @property
+    def has_files(self) -> bool:
+        """Whether files may be cut out of the body."""
+        return getattr(self._kind, "has_files", False)
+
+    @property
     def _kind(self) -> Any:
         return self.dependant.body_params[0].field_info.annotation
 
@@ -211,16 +230,24 @@ class BodyRoute(APIRoute):
 
         async def handle_body(request: Request) -> Response:
             await check_type(request)
-            body = _BodyRequest(request, self)
+            body, before = _BodyRequest(request, self), CUT_FILES.set(None)
             try:
                 await body.body()  # not by FastAPI, which treats every error as a parsing error
                 with cancelled_without_client(request.receive):
+                    try:
+                        return await handle(body)
+                    except Exception:
+                        if (files := CUT_FILES.get()) is None or files.all_read:
+                            raise
+                    CUT_FILES.set(None)
+                    await body.process_elsewhere()
                     return await handle(body)
             except Answered as answered:
                 if (record := RECORD.get()) is not None and (status := answered.response.status_code) >= 400:
                     record.reason = reason_of_status(status)
                 return answered.response
             finally:
+                CUT_FILES.reset(before)
                 if body.large is not None:
                     body.release()
 
@@ -246,7 +273,9 @@ class _BodyRequest(Request):
                 if self.large is None:
                     self.large = _LargeBody(bodies, body)
                 self.large.add(chunk)
-            if self.large is not None or (bodies.trusts_templates and any(mark in body for mark in _TEMPLATE_MARKS)):
+            if self.large is not None and self._cut(self.large):
+                return self._body
+            if self.large is not None or (bodies.trusts_templates and _TEMPLATE_MARKS.search(body)):
                 if self._route.needs_engine:
                     self.app.state.quire.frontend.client.admit()
                 self._json = await while_connected(self.receive, self._process(bodies, body))
@@ -255,6 +284,26 @@ class _BodyRequest(Request):
                     self.release()
             self._body = body
         return self._body
+
+    def _cut(self, large: _LargeBody) -> bool:
+        """Return whether what is left of a large body without its files is processed here; it is `_body` then."""
+        if not self._route.has_files or len(view := large.view()) > MAX_CUT_BODY:
+            return False
+        if (found := cut(bytes(view), LARGE_BODY, self.release)) is None:
+            return False
+        if self.app.state.quire.bodies.trusts_templates and _TEMPLATE_MARKS.search(found[0]):
+            return False
+        self._body, files = found
+        CUT_FILES.set(files)
+        return True
+
+    async def process_elsewhere(self) -> None:
+        """Process a large body by its original bytes, although its files could be cut out."""
+        if self._route.needs_engine:
+            self.app.state.quire.frontend.client.admit()
+        self._json = await self._process(self.app.state.quire.bodies, b"")
+        self._body = b"{}"
+        self.release()
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
@@ -272,10 +321,10 @@ class _BodyRequest(Request):
         return found
 
     def release(self) -> None:
-        """Release the memory of the large body."""
-        assert self.large is not None
-        self.large.close()
-        self.large = None
+        """Release the memory of a large body."""
+        if self.large is not None:
+            self.large.close()
+            self.large = None
 
 
 class _LargeBody:
@@ -308,16 +357,19 @@ class _LargeBody:
         self._bodies.release(self._share, self._size)
 
 
-def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[ProcessLarge]]) -> Answer:
+def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[ProcessLarge], MediaAccess | None]) -> Answer:
     """Make the sandbox's function. Unpickling the argument has imported the routes."""
-    model, formats, _ = argument
-    processor = InputProcessor.load(model, formats, SizeCheck())
+    model, formats, _, media = argument
+    processor = InputProcessor.load(model, formats, SizeCheck(), media)
     _ = processor.tokenizer.max_characters  # not in each fork again
 
     def answer(question: bytes) -> bytes:
         stream = io.BytesIO(question)
-        process_large, stored, max_model_len = pickle.load(stream)
+        may_wait = pickle.load(stream)
+        process_large, stored, max_model_len, key = pickle.load(stream)
         processor.limit(max_model_len)
+        if processor.media is not None:
+            processor.media.owner, processor.media.may_wait = key, may_wait
         return pickle.dumps(_process(process_large, stream.read(), processor, stored))
 
     return answer
@@ -338,6 +390,8 @@ def _process(process_large: ProcessLarge, body: bytes, processor: InputProcessor
         raise
     except TokenizerFailed as error:
         return error
+    except MediaDeferred:
+        return None
     except HTTPException as error:
         return _Raised(error.status_code, error.detail)
     except Exception as error:

@@ -13,6 +13,7 @@ from pydantic import PrivateAttr, ValidationError
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.client.fair_share import enter_user
 from quire.server.http.request_model import RequestModel, check_length
+from quire.server.media.data_urls import CUT_FILES
 from quire.server.serving.frontend import Frontend
 from quire.server.text.conversation import CHAT_NAMES, ParamNames
 from quire.server.text.input_processor import InputProcessor
@@ -32,6 +33,8 @@ class RequestBody(RequestModel):
     """The task that the model must support; None: the request is not for the engine."""
     max_items: ClassVar[Mapping[str, int]] = {}
     """The maximum length of lists, which is checked before anything else in a large body."""
+    has_files: ClassVar[bool] = False
+    """Whether its files, as base64, can be cut out before it is parsed (see `CutFiles`): it uses them only as items."""
     _processed: Processed | None = PrivateAttr(None)
     _user_name: object = PrivateAttr(None)
     """`user_name` of a processed body, if it is small."""
@@ -50,7 +53,10 @@ class RequestBody(RequestModel):
         enter_user(self._user_name if self._processed is not None else self.user_name)
         admit = partial(frontend.admit, self.task_of_model())
         if self._processed is None:
-            return await self.process_here(admit)
+            value = await self.process_here(admit)
+            if (files := CUT_FILES.get()) is not None:
+                files.check()
+            return value
         return await admit(self._processed.ignored).resolve(self._processed)
 
     @abstractmethod
@@ -75,8 +81,13 @@ class RequestBody(RequestModel):
             return processor
 
         value = await self.process_here(admit)
-        unresolved = processor.take_unresolved()
-        return self.reduced(Processed(value=value, unresolved=unresolved, ignored=processor.ignored))
+        processed = Processed(
+            value=value,
+            unresolved=processor.take_unresolved(),
+            ignored=processor.ignored,
+            leases=processor.take_leases(),
+        )
+        return self.reduced(processed)
 
     @classmethod
     def validated(cls, value: Any) -> Self:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
@@ -19,6 +21,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from quire.engine.process.version import version
+from quire.engine.protocol.media import MediaItem
 from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.errors import describe, encode_json, json_response
 from quire.server.serving.generation import Generation
@@ -63,13 +66,23 @@ class Formatter(Protocol):
         """Fields next to the choices: in a full response, and (without sequences) in the first chunks."""
 
 
+def media_tokens(media: Sequence[Sequence[MediaItem]]) -> dict[str, int]:
+    """Return the tokens of images and of videos, as usage has them: none without any."""
+    counts: Counter[str] = Counter()
+    for item in itertools.chain(*media):
+        counts[f"{item.kind}_tokens"] += item.length
+    return dict(counts)
+
+
 class Usage:
     """Counts the tokens of a request. Each prompt has `n` choices."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], n: int) -> None:
+    def __init__(self, prompts: Sequence[Sequence[int]], n: int, media: Sequence[Sequence[MediaItem]] = ()) -> None:
+        """`media` has the images and videos of each prompt."""
         self.num_choices = len(prompts) * n
         self._n = n
         self._prompt_tokens = sum(map(len, prompts))
+        self._media_tokens = media_tokens(media) if media else {}
         self._completion_tokens = 0
         self._accepted_tokens = self._rejected_tokens = 0
         self._cached: dict[int, int] = {}
@@ -90,7 +103,7 @@ class Usage:
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values()), **self._media_tokens},
         }
         if self._accepted_tokens or self._rejected_tokens:
             usage["completion_tokens_details"] = {

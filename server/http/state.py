@@ -56,7 +56,7 @@ class ServedModel:
 
     @cached_property
     def bodies(self) -> LargeBodies:
-        """The processes for large bodies, which start with the first request."""
+        """The processes for large bodies, which start with the first request, or at once if the model takes images."""
         frontend = self.frontend
         return LargeBodies(
             frontend.config.model,
@@ -64,6 +64,7 @@ class ServedModel:
             self.routes,
             self.responses,
             lambda: frontend.config.model.max_model_len,
+            frontend.media,
         )
 
     def check_model(self, name: str | None) -> str:

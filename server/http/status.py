@@ -21,12 +21,15 @@ HEALTH_ROUTES = ("/health", "/health/live", "/health/ready")
 
 @router.get("/health")
 async def health(state: AppState) -> Response:
-    """Check the engine: 200 if the engine loop and every rank of a replica respond, else 503 with the reason."""
+    """Check the engine: 200 if the engine loop and every rank of a replica respond, else 503 with the reason. `media`
+    says why requests with images or videos fail, while others do not.
+    """
     try:
         await state.frontend.probe()
     except EngineUnavailable as error:
         return json_response({"status": "unavailable", "reason": str(error)}, 503)
-    return json_response({"status": "ok"})
+    problem = state.frontend.media_problem
+    return json_response({"status": "ok"} | ({} if problem is None else {"media": problem}))
 
 
 @router.get("/health/live")

@@ -26,6 +26,7 @@ from quire.server.llm.hf_tokenizer import hf_tokenizer
 from quire.server.llm.offline_request import OfflineRequest
 from quire.server.llm.pooling import PoolingParams
 from quire.server.llm.prompts import PromptLike, Tokenization, chat_input, check_supported, process_chat, process_prompt
+from quire.server.media.service import media_settings
 from quire.server.serving.frontend import Frontend
 from quire.server.serving.llm_outputs import (
     ClassificationRequestOutput,
@@ -101,6 +102,7 @@ class AsyncLLM:
             formats=replace(ChatFormats.of(self._server), trust_request_chat_template=True),
             log_level=self._server.log_level,
             hosts=await asyncio.to_thread(connect_hosts, self.config),
+            media=media_settings(self.config, self._server),
         )
         try:
             await frontend.ready()
@@ -185,7 +187,7 @@ class AsyncLLM:
         """Answer a conversation; otherwise like `AsyncLLM.generate`. `chat` are the keyword options of `LLM.chat`, and
         other arguments of vLLM's, which must be None.
         """
-        given, tokenization = replace(chat_input(**chat), messages=messages), Tokenization.of(tokenization_kwargs)
+        given, tokenization = chat_input(messages=messages, **chat), Tokenization.of(tokenization_kwargs)
         frontend = await self.start()
         processed = await process_chat(frontend, given, sampling_params, priority, tokenization=tokenization)
         request = OfflineRequest(frontend, *processed, request_id)

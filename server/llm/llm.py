@@ -111,10 +111,15 @@ class LLM(LLMEngine):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
         """Answer one or more conversations; otherwise like `LLM.generate`.
+
+        Contents may have images and videos: parts as in the OpenAI API, or such as `{"type": "image", "image": image}`
+        with a PIL image, an array, a file, bytes or a URL. `mm_processor_kwargs` are arguments of the model's
+        processor.
 
         The model may call `tools` (as in the OpenAI API), and must if `tool_choice` requires it. `tool_calls` of a
         result are its calls; its `text` is the complete output, including the text of calls.
@@ -123,17 +128,19 @@ class LLM(LLMEngine):
         the template, such as `enable_thinking`. `add_generation_prompt` starts the assistant's turn;
         `continue_final_message` continues the last message instead.
         """
-        chat = chat_input(
+        options = partial(
+            chat_input,
             tools or (),
             tool_choice,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            mm_processor_kwargs=mm_processor_kwargs,
             **unsupported,
         )
         many: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
-        chats = [replace(chat, messages=each) for each in many]
+        chats = [options(messages=each) for each in many]
         process = partial(process_chat, self._frontend, tokenization=Tokenization.of(tokenization_kwargs))
         return self._wait(self._run_all(process, chats, sampling_params, None, use_tqdm))
 

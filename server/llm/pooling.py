@@ -57,7 +57,9 @@ async def _pool(
     priority: int,
 ) -> tuple[list[float], dict[str, Any]]:
     """Return a prompt's vector, and the common fields of results."""
-    processor, (given, text, salt) = frontend.admit(task), split(prompt)
+    processor, (given, text, salt, media) = frontend.admit(task), split(prompt)
+    if media:
+        raise InvalidParameter("multi_modal_data: embeddings of images are not supported", "multi_modal_data")
     (ids,) = await processor.pooled.process_embeddings({"prompt": given}, rendering, vectors)
     request_id = request_id or uuid.uuid4().hex
     with frontend.embed(request_id, [ids], typed(priority, int, "priority"), salt) as embedding:

@@ -11,8 +11,10 @@ import msgspec
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.server.llm.media import chat_media, prompt_media
+from quire.server.media.types import MediaSource
 from quire.server.serving.frontend import Frontend
-from quire.server.text.conversation import ChatTemplateOptions
+from quire.server.text.conversation import ChatTemplateOptions, Message
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import ChatInput, GenerationInput, Prompt, RequestOptions
 from quire.server.text.tools import read_tool_use
@@ -28,6 +30,14 @@ class TextPrompt(TypedDict):
     """The text."""
     cache_salt: NotRequired[str]
     """Requests share cached prefixes only with requests that have the same salt."""
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    """Images and videos under the keys `image` and `video`, one or a list: PIL images, arrays, files, bytes or URLs.
+    The text has the model's placeholder for each.
+    """
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    """Names of these, by which later prompts may refer to them: with None as the item."""
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    """Arguments of the model's processor."""
 
 
 class TokensPrompt(TypedDict):
@@ -41,17 +51,17 @@ class TokensPrompt(TypedDict):
     """Requests share cached prefixes only with requests that have the same salt."""
 
 
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-_ONLY_TEXT = "only text is supported"
+_KEYS = (
+    *("prompt", "prompt_token_ids", "cache_salt"),
+    *("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"),
+)
 _UNSUPPORTED = {
     "arrival_time": "it is measured",
     "chat_template_content_format": "it is detected from the chat template",
     "data_parallel_rank": "replicas are chosen by their load and cached prefixes",
     "guided_options_request": "use SamplingParams(structured_outputs=…)",
     "lora_request": "LoRA adapters are not supported; merge the adapter into the model",
-    "mm_processor_kwargs": _ONLY_TEXT,
-    "multi_modal_data": _ONLY_TEXT,
-    "multi_modal_uuids": _ONLY_TEXT,
+    **dict.fromkeys(("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids"), "it is a key of a prompt"),
     "prompt_adapter_request": "prompt adapters are not supported",
     "prompt_embeds": "embeddings as prompts are not supported; use texts or token ids",
     "encoder_prompt": "models with an encoder and a decoder are not supported",
@@ -70,6 +80,7 @@ class PromptText(NamedTuple):
     prompt: Prompt
     text: str | None
     cache_salt: str | None
+    media: Sequence[MediaSource] = ()
 
 
 class ProcessedPrompt(NamedTuple):
@@ -108,9 +119,11 @@ def chat_input(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
+    messages: Sequence[Message] = (),
     **unsupported: Any,
 ) -> ChatInput:
-    """Convert the options of `LLM.chat`, without messages; raises `InvalidParameter` for invalid tool options, and the
+    """Convert the options of `LLM.chat`; raises `InvalidParameter` for invalid tool options, images and videos, and the
     errors of `check_supported`.
     """
     check_supported(unsupported)
@@ -121,7 +134,8 @@ def chat_input(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
     )
-    return ChatInput(messages=(), tools=tools or (), tool_use=tool_use, template=options)
+    messages, media = chat_media(messages, mm_processor_kwargs or {})
+    return ChatInput(messages=messages, media=media, tools=tools or (), tool_use=tool_use, template=options)
 
 
 async def process_prompt(
@@ -132,7 +146,7 @@ async def process_prompt(
     *,
     tokenization: Tokenization = DEFAULT_TOKENIZATION,
 ) -> ProcessedPrompt:
-    processor, (given, text, salt) = frontend.admit(), split(prompt)
+    processor, (given, text, salt, media) = frontend.admit(), split(prompt)
     checked = _checked(processor, params)
     if checked.thinking_token_budget is not None:
         raise InvalidParameter(
@@ -144,6 +158,7 @@ async def process_prompt(
         checked,
         _options(checked, priority, salt, tokenization),
         add_special_tokens=tokenization.add_special_tokens is not False,
+        media=media,
     )
     return ProcessedPrompt(processed, text)
 
@@ -219,7 +234,8 @@ def split(prompt: PromptLike) -> PromptText:
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if (given := text if ids is None else ids) is None:
         raise InvalidParameter("prompt: a mapping must have a prompt or prompt_token_ids", "prompt")
-    return PromptText(given, text if isinstance(text, str) else None, prompt.get("cache_salt"))
+    text = text if isinstance(text, str) else None
+    return PromptText(given, text, prompt.get("cache_salt"), prompt_media(prompt))
 
 
 def joined(prompts: Any, prompt_token_ids: Any) -> list[Any]:

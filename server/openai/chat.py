@@ -11,7 +11,9 @@ from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.server.http.file_parts import FilePart
 from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.media_parts import ImageUrlPart, VideoUrlPart
 from quire.server.http.request_body import Admit
 from quire.server.http.request_model import (
     INTEGRAL,
@@ -28,6 +30,7 @@ from quire.server.http.request_model import (
 )
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState, MayChooseReplica
+from quire.server.media.types import MediaSource
 from quire.server.openai.chat_tools import ChatTools
 from quire.server.openai.custom_input import CustomInput
 from quire.server.openai.custom_tools import custom_arguments
@@ -79,6 +82,19 @@ class _TextPart(MessagePart):
     text: str
 
 
+class _ChatFile(MessagePart):
+    file: FilePart
+
+
+_MEDIA: dict[str, type[ImageUrlPart | VideoUrlPart]] = {
+    "image_url": ImageUrlPart,
+    "input_image": ImageUrlPart,
+    "video_url": VideoUrlPart,
+}
+"""The parts of messages that are not text. `input_image` is the name in Responses."""
+_PARTS: dict[str, type[MessagePart]] = {"text": _TextPart, **_MEDIA, "file": _ChatFile}
+
+
 class ChatMessage(MessagePart):
     """A message of the conversation."""
 
@@ -94,7 +110,9 @@ class ChatMessage(MessagePart):
     names.
     """
     content: str | list[dict[str, Any]] | None = None
-    """Text, or parts of type text. Other types (images, audio, files) are not supported."""
+    """Text, or parts of the types `text`, `image_url` (also named `input_image`), `video_url`, and `file` (images, PDFs
+    and texts). Audio is not supported.
+    """
     name: str | None = None
     tool_calls: list[AssistantToolCall] | None = None
     function_call: AssistantFunction | None = None
@@ -109,11 +127,28 @@ class ChatMessage(MessagePart):
     def text(self) -> str:
         """The content as text."""
         content = self.content or ""
-        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
 
-    def shown(self) -> dict[str, Any]:
-        """The fields for the chat template, without the ignored ones."""
+    def shown(self, param: str, media: list[MediaSource], options: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields for the chat template, without the ignored ones. Adds the images and videos to `media`; `options`
+        are arguments of the model's processor. `param` is the message's name.
+        """
         fields: dict[str, Any] = self.model_dump(exclude_none=True, include=_SHOWN)
+        if isinstance(self.content, list):
+            fields["content"] = []
+            for at, part in enumerate(self.content):
+                where, found = f"{param}.content[{at}]", list[str | MediaSource]()
+                if part["type"] in _MEDIA:
+                    found.append(variant(_MEDIA, part, where, set()).source(where, options))
+                elif part["type"] == "file":
+                    file = variant({"file": _ChatFile}, part, where, set()).file
+                    found += file.parts(f"{where}.file", options)
+                else:
+                    fields["content"].append(part)
+                media += [each for each in found if isinstance(each, MediaSource)]
+                fields["content"] += [
+                    {"type": "text", "text": each} if isinstance(each, str) else {"type": each.kind} for each in found
+                ]
         for call in fields.get("tool_calls", ()):
             custom = call.pop("custom", None)
             if call["type"] == "custom":
@@ -156,6 +191,7 @@ class Prediction(RequestModel):
 class ChatRequest(ReasoningRequest, GenerationRequest):
     """The body of a chat completion request."""
 
+    has_files: ClassVar[bool] = True
     max_items: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
@@ -193,6 +229,8 @@ class ChatRequest(ReasoningRequest, GenerationRequest):
     """vLLM extension: continue the last message instead of starting a new one."""
     add_special_tokens: bool | None = None
     """vLLM extension: add the tokenizer's special tokens to the template's output. Default: false."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """vLLM extension: arguments of the model's processor for the images and videos, such as `max_pixels`."""
 
     def check_fields(self, param: str = "") -> set[str]:
         """See `GenerationRequest`. Also checks the number of messages and their contents."""
@@ -213,7 +251,7 @@ class ChatRequest(ReasoningRequest, GenerationRequest):
             if message.content is None and message.role != "assistant":
                 raise InvalidParameter(f"messages[{at}].content is missing", f"messages[{at}].content")
             for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
-                variant({"text": _TextPart}, part, f"messages[{at}].content[{index}]", ignored)
+                variant(_PARTS, part, f"messages[{at}].content[{index}]", ignored)
         if self.tools:
             ChatTools(self.tools, ignored)
         return ignored
@@ -243,8 +281,14 @@ class ChatRequest(ReasoningRequest, GenerationRequest):
             tools = ChatTools(self.tools or (), set())
             choice = tools.choice(self.tool_choice)
             use = read_tool_use(tools.functions, choice, max_calls, _TOOL_NAMES, tools.params, tools.grammars)
+        media: list[MediaSource] = []
+        processor_kwargs = self.mm_processor_kwargs or {}
+        messages = [
+            message.shown(f"messages[{at}]", media, processor_kwargs) for at, message in enumerate(self.messages)
+        ]
         return ChatInput(
-            messages=[message.shown() for message in self.messages],
+            messages=messages,
+            media=media,
             tools=() if tools is None else tools.functions,
             tool_use=use,
             template=template,
@@ -276,7 +320,7 @@ async def chat_completions(body: ChatRequest, request: Request, state: AppState)
     request_id = body.response_id("chatcmpl")
     generation = state.frontend.generate(request_id, chat)
     formatter = _ChatFormatter(state.frontend.input_processor.tokenizer, body, chat, body.names_tokens_by_id(state))
-    usage = Usage(chat.prompts, chat.params.n)
+    usage = Usage(chat.prompts, chat.params.n, chat.media)
     response = GenerationResponse(request_id, model, formatter, usage, has_times=state.has_request_times)
     if body.stream:
         return response.stream(generation, body.stream_usage(state))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.errors import ResponseNotFound
-from quire.server.http.request_model import LABEL, ExtraField, MessagePart, variant
+from quire.server.http.file_parts import FilePart
+from quire.server.http.media_parts import ImageUrlPart, content_of
+from quire.server.http.request_model import LABEL, ExtraField, MessagePart, rejected, variant
+from quire.server.media.types import MediaSource
 from quire.server.openai.custom_tools import custom_arguments
 from quire.server.openai.responses_tools import CalledTool, ResponseTools
 from quire.server.text.conversation import Message
 from quire.server.text.input_processor import InputProcessor
+from quire.server.text.inputs import ChatInput
 
 Shortening = tuple[int, int | None]
 """The message from which on all remain, and one before it that remains."""
@@ -31,6 +37,10 @@ class _InputPart(MessagePart):
 
 class _RefusalPart(MessagePart):
     refusal: str
+
+
+class _InputImage(ImageUrlPart):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"file_id": rejected()}
 
 
 class _Item(MessagePart):
@@ -180,11 +190,12 @@ _ITEMS: dict[str, type[_Item]] = {
         _IgnoredItem,
     ),
 }
-_PARTS: dict[str, type[_InputPart | _RefusalPart]] = {
+_TEXT_PARTS: dict[str, type[MessagePart]] = {
     "input_text": _InputPart,
     "output_text": _InputPart,
     "refusal": _RefusalPart,
 }
+_PARTS: dict[str, type[MessagePart]] = {**_TEXT_PARTS, "input_image": _InputImage, "input_file": FilePart}
 
 
 class InputTurns:
@@ -195,15 +206,17 @@ class InputTurns:
     def __init__(self, tools: ResponseTools, ignored: set[str]) -> None:
         """Adds to `ignored` the fields of items that are ignored, and to `tools` the tools that items load."""
         self.messages: list[dict[str, Any]] = []
+        self.media: list[MediaSource] = []
+        """The images of the messages."""
         self._tools, self._ignored = tools, ignored
 
     def add(self, given: dict[str, Any], param: str) -> None:
         """Add an item of the input; raises `InvalidParameter` for an invalid or unsupported item."""
         match item := variant(_ITEMS, given, param, self._ignored, default="message"):
             case _InputMessage(role="assistant"):
-                self._add_text(self._text(item.content, f"{param}.content"))
+                self._add_text(self._content(item.content, f"{param}.content", _TEXT_PARTS))
             case _InputMessage():
-                self.messages.append({"role": item.role, "content": self._text(item.content, f"{param}.content")})
+                self.messages.append({"role": item.role, "content": self._content(item.content, f"{param}.content")})
             case _ReasoningItem():
                 self._add_reasoning(self._thoughts(item.content or (), f"{param}.content"))
             case _IgnoredItem() | _SearchCallItem(call_id=None):  # a search without an id ran on a server
@@ -213,7 +226,7 @@ class InputTurns:
                 if isinstance(item, _SearchOutputItem) and item.call_id is not None:
                     self._answer(item.call_id, json.dumps({"tools": item.tools}, ensure_ascii=False))
             case _CallOutputItem():
-                self._answer(item.call_id, self._text(item.output, f"{param}.output"))
+                self._answer(item.call_id, self._content(item.output, f"{param}.output"))
             case _LocalShellOutputItem():
                 if (call_id := item.call_id or item.id) is None:
                     raise InvalidParameter(f"{param}.call_id is missing", f"{param}.call_id")
@@ -251,7 +264,7 @@ class InputTurns:
         if text:
             self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
 
-    def _add_text(self, text: str) -> None:
+    def _add_text(self, text: str | list[dict[str, Any]]) -> None:
         """Add text, which precedes calls."""
         self._turn("content", "tool_calls")["content"] = text
 
@@ -260,8 +273,8 @@ class InputTurns:
         function = {"name": self._tools.name(tool), "arguments": arguments}
         self._turn().setdefault("tool_calls", []).append({"type": "function", "id": call_id, "function": function})
 
-    def _answer(self, call_id: str, text: str) -> None:
-        self.messages.append({"role": "tool", "content": text, "tool_call_id": call_id})
+    def _answer(self, call_id: str, content: str | list[dict[str, Any]]) -> None:
+        self.messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
 
     def _turn(self, *without: str) -> dict[str, Any]:
         """Return the last assistant message, or a new one if that has any of these fields."""
@@ -270,11 +283,22 @@ class InputTurns:
             self.messages.append({"role": "assistant"})
         return self.messages[-1]
 
-    def _text(self, content: str | list[dict[str, Any]], param: str) -> str:
+    def _content(
+        self, content: str | list[dict[str, Any]], param: str, kinds: Mapping[str, type[MessagePart]] = _PARTS
+    ) -> str | list[dict[str, Any]]:
         if isinstance(content, str):
             return content
-        parts = [variant(_PARTS, given, f"{param}[{at}]", self._ignored) for at, given in enumerate(content)]
-        return "\n".join(part.refusal if isinstance(part, _RefusalPart) else part.text for part in parts)
+        parts: list[str | MediaSource] = []
+        for at, given in enumerate(content):
+            match variant(kinds, given, f"{param}[{at}]", self._ignored):
+                case _RefusalPart(refusal=text) | _InputPart(text=text):
+                    parts.append(text)
+                case _InputImage() as image:
+                    parts.append(image.source(f"{param}[{at}]", {}))
+                case FilePart() as file:
+                    parts += file.parts(f"{param}[{at}]", {})
+        self.media += [part for part in parts if isinstance(part, MediaSource)]
+        return content_of(parts)
 
     def _thoughts(self, content: Sequence[dict[str, Any]], param: str) -> str:
         kinds = {"reasoning_text": _InputPart}
@@ -388,11 +412,16 @@ def shortenings(messages: Sequence[Message]) -> list[Shortening]:
     return [(at, None) for at in users[1:]] + [(at, users[-1]) for at in steps if at > users[-1] + 1]
 
 
-def shortened(messages: Sequence[Message], way: Shortening) -> list[Message]:
-    """Return the messages that remain, among them all of the system."""
+def shortened(chat: ChatInput, way: Shortening) -> ChatInput:
+    """Return a conversation with the messages that remain, among them all of the system."""
     begin, kept = way
-    return [
-        message
-        for at, message in enumerate(messages)
-        if at >= begin or at == kept or message["role"] in ("system", "developer")
-    ]
+    messages: list[Message] = []
+    media: list[MediaSource] = []
+    items = iter(chat.media)
+    for at, message in enumerate(chat.messages):
+        parts = content if isinstance(content := message.get("content"), list) else ()
+        own = [*itertools.islice(items, sum(part["type"] != "text" for part in parts))]
+        if at >= begin or at == kept or message["role"] in ("system", "developer"):
+            messages.append(message)
+            media += own
+    return replace(chat, messages=messages, media=media)

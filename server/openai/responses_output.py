@@ -25,7 +25,7 @@ from quire.server.http.content_blocks import (
     ScoredToken,
 )
 from quire.server.http.errors import describe
-from quire.server.http.response import named_event, part
+from quire.server.http.response import media_tokens, named_event, part
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import ServedModel
 from quire.server.openai.custom_input import CustomInput
@@ -155,7 +155,11 @@ class ResponseFormatter:
         blocks = self._blocks
         return {
             "input_tokens": self._prompt_tokens,
-            "input_tokens_details": {"cached_tokens": blocks.num_cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": blocks.num_cached_tokens,
+                "cache_write_tokens": 0,
+                **media_tokens(self._processed.chat.media),
+            },
             "output_tokens": blocks.num_tokens,
             "output_tokens_details": {"reasoning_tokens": blocks.num_reasoning_tokens},
             "total_tokens": self._prompt_tokens + blocks.num_tokens,

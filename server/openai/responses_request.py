@@ -30,6 +30,7 @@ from quire.server.http.request_model import (
 )
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import ServedModel
+from quire.server.media.data_urls import CUT_FILES, FilesNotRead
 from quire.server.openai.protocol import OF_OLLAMA, ReasoningRequest, SamplingRequest
 from quire.server.openai.responses_input import (
     InputTurns,
@@ -42,7 +43,7 @@ from quire.server.openai.responses_input import (
 )
 from quire.server.openai.responses_output import ProcessedResponse
 from quire.server.openai.responses_tools import ResponseTools
-from quire.server.text.conversation import ChatTemplateOptions, Message, ParamNames
+from quire.server.text.conversation import ChatTemplateOptions, ParamNames
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import ChatInput, ContextLengthExceeded, GenerationInput, RequestOptions, Task
 from quire.server.text.tools import MAX_TOOLS, read_tool_use
@@ -135,6 +136,7 @@ class InputTokensRequest(ReasoningRequest):
         "personality": hint(),
         "conversation": rejected(),
     }
+    has_files: ClassVar[bool] = True
     max_items: ClassVar[Mapping[str, int]] = {"input": 4 * MAX_MESSAGES, "tools": MAX_TOOLS}
     _stored: dict[str, list[dict[str, Any]]] = PrivateAttr(default_factory=dict)
     """The items of the stored responses that this request refers to, by id."""
@@ -185,7 +187,8 @@ class InputTokensRequest(ReasoningRequest):
 
     async def with_stored(self, state: ServedModel, content: bytes) -> Self:
         """Return this body, whose bytes are `content`, with the stored responses that it refers to; if they are large,
-        it is processed as a large body. Raises `InvalidParameter` if the one that it continues is missing.
+        it is processed as a large body. Raises `InvalidParameter` if the one that it continues is missing, and
+        `FilesNotRead`.
         """
         if self._processed is not None:
             return self
@@ -199,6 +202,8 @@ class InputTokensRequest(ReasoningRequest):
         if len(stored) <= LARGE_BODY:
             self._stored = msgspec.json.decode(stored)
             return self
+        if CUT_FILES.get() is not None:
+            raise FilesNotRead
         if self.needs is not None:
             state.frontend.client.admit()
         found: Self = await state.bodies.process_with_stored(type(self).process_large, content, stored)
@@ -224,6 +229,7 @@ class InputTokensRequest(ReasoningRequest):
         choice = tools.choice(self.tool_choice)
         chat = ChatInput(
             messages=messages,
+            media=turns.media,
             tools=tools.functions,
             tool_use=read_tool_use(tools.functions, choice, self._max_calls, _NAMES, tools.params, tools.grammars),
             template=ChatTemplateOptions(
@@ -332,6 +338,8 @@ class ResponsesRequest(SamplingRequest, InputTokensRequest):
         try:
             _encode(echoed)
             encoded = _encode(items) if self.store is not False else None
+            if encoded is not None and (files := CUT_FILES.get()) is not None:
+                encoded = files.restored(encoded)
         except (UnicodeEncodeError, OverflowError, ValueError, RecursionError) as error:
             raise InvalidParameter(f"the request cannot be converted to JSON: {error}") from None
         return ProcessedResponse(f"resp_{key}", chat, echoed, read.tools.called, encoded, len(items))
@@ -341,23 +349,21 @@ class ResponsesRequest(SamplingRequest, InputTokensRequest):
     ) -> GenerationInput:
         """Process the conversation, or with `truncation` the longest part of it that fits."""
 
-        async def process(messages: Sequence[Message]) -> GenerationInput:
-            return await processor.process_chat(
-                replace(chat, messages=messages), params, RequestOptions(param_names=self._names)
-            )
+        async def process(chat: ChatInput) -> GenerationInput:
+            return await processor.process_chat(chat, params, RequestOptions(param_names=self._names))
 
         try:
-            return await process(chat.messages)
+            return await process(chat)
         except ContextLengthExceeded:
             ways = shortenings(chat.messages) if self.truncation == "auto" else []
             if not ways:
                 raise
-        found = await process(shortened(chat.messages, ways[-1]))
+        found = await process(shortened(chat, ways[-1]))
         first, last = 0, len(ways) - 1
         while first < last:
             middle = (first + last) // 2
             try:
-                found, last = await process(shortened(chat.messages, ways[middle])), middle
+                found, last = await process(shortened(chat, ways[middle])), middle
             except ContextLengthExceeded:
                 first = middle + 1
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -20,6 +20,8 @@ router = APIRouter(route_class=BodyRoute)
 
 class TokenizeRequest(RequestBody):
     """A `prompt`, or the `messages` (and `tools`) of a chat; then all other fields of a chat are accepted too."""
+
+    has_files: ClassVar[bool] = True
 
     model: str | None = None
     prompt: str | None = None

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.engine_core import EngineCoreOutput, FinishReason
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.client.output_stream import RequestAborted, RequestTimedOut
 from quire.server.client.request_record import RECORD, HttpRequestRecord
@@ -97,7 +98,8 @@ class BeamSearch(Generation):
             places = [(at, beam) for at, mine in enumerate(beams) for beam in mine]
             if not places:
                 break
-            deltas = await self._next([prompts[at] + beam.token_ids for at, beam in places])
+            media = [self._given.media[at] for at, _ in places] if self._given.media else ()
+            deltas = await self._next([prompts[at] + beam.token_ids for at, beam in places], media)
             if number == 0:
                 self._num_cached_tokens = cached = deltas[0].num_cached_tokens
             grown: list[list[tuple[float, _Beam, TokenLogprobs, int]]] = [[] for _ in prompts]
@@ -130,11 +132,13 @@ class BeamSearch(Generation):
         self._end("stop", sum(len(delta.token_ids) for delta in deltas))
         yield deltas
 
-    async def _next(self, sequences: list[list[int]]) -> list[TextDelta]:
-        """Return the next token of each sequence, with log-probabilities."""
+    async def _next(self, sequences: list[list[int]], media: Sequence[Sequence[MediaItem]]) -> list[TextDelta]:
+        """Return the next token of each sequence, with log-probabilities. `media` has the items of each one."""
         top = min(2 * self._given.params.n, self._model.architecture.vocab_size)
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=top)
-        step = replace(self._given, prompts=sequences, params=params, output_format=None, length_penalty=None)
+        step = replace(
+            self._given, prompts=sequences, media=media, params=params, output_format=None, length_penalty=None
+        )
         deltas = [TextDelta(index) for index in range(len(sequences))]
         try:
             record = None if self._record is None else HttpRequestRecord(key=self._record.key)

@@ -19,6 +19,7 @@ from typing import Self
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process import log
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.supervision import EngineState, LogLevel, ReplicaUp
 from quire.server.client.dp_coordinator import DPCoordinator
@@ -30,12 +31,15 @@ from quire.server.client.output_stream import EngineUnavailable, OutputStream
 from quire.server.client.profiler import Profiler
 from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
+from quire.server.media.service import MediaService
+from quire.server.media.types import MediaSettings
 from quire.server.serving.beam_search import BeamSearch
 from quire.server.serving.generation import Embedding, Generation
 from quire.server.serving.open_requests import ENGINE_ID, SEARCH_ID
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import GenerationInput, Task, refusal, tasks_of
+from quire.server.text.media_input import MediaAccess, MediaLease
 from quire.server.text.output_processor import OutputProcessor
 
 logger = logging.getLogger(__name__)
@@ -63,15 +67,18 @@ class Frontend:
         ask_resize: Callable[[int, float], Awaitable[None]] | None = None,
         set_log_level: Callable[[LogLevel], None] = log.set_level,
         manager: EngineManager | None = None,
+        media_path: str = "",
     ) -> None:
         """Create the text side for an engine that a manager has started; `name` and `max_queue` as in `start`,
         `vllm_metrics` as in `Metrics`, `on_drained` as in `EngineClient`.
 
         The caller passes on the manager's states to `update`. `ask_resize` asks the supervisor for another number of
         replicas; None: it cannot be asked. `set_log_level` sets the level of log messages in all processes. A
-        `manager` is closed with the frontend.
+        `manager` is closed with the frontend. `media_path` is the socket of the media process; empty: there is none.
         """
         self.config = config
+        self.media = MediaAccess(media_path, config.media.max_items) if media_path and config.media else None
+        """None: images and videos are refused."""
         self.process_info = process_info
         self.formats = formats
         self.metrics = Metrics(
@@ -118,12 +125,13 @@ class Frontend:
         log_level: str = "info",
         max_queue: int | None = None,
         hosts: DPCoordinator | None = None,
+        media: MediaSettings | None = None,
     ) -> Frontend:
         """Start this host's engine cores, and load the tokenizer meanwhile. `name` is a label of the metrics.
 
         With `max_queue`, `admit` and `generate` raise `QueueFull` when that many requests are waiting. `hosts` are the
         hosts of other replicas (`quire.server.client.dp_coordinator.connect_hosts`), which are closed with the
-        frontend.
+        frontend. `media` are the settings for images and videos; None: they are refused.
         """
         manager = EngineManager(config, name=name, log_level=log_level, hosts=hosts)
         frontend = Frontend(
@@ -134,6 +142,7 @@ class Frontend:
             max_queue=max_queue,
             on_drained=partial(manager.drained, 0),
             manager=manager,
+            media_path="" if media is None else MediaService(manager, media).path,
         )
         loop = asyncio.get_running_loop()
 
@@ -218,6 +227,15 @@ class Frontend:
         found = self.client.problem
         return found if found is not None or self._loading.done() else ("loading", "the tokenizer is still loading")
 
+    @property
+    def media_problem(self) -> str | None:
+        """Why requests with images or videos fail at the moment, while others do not; None: they are accepted, or the
+        model takes none.
+        """
+        if (media := self.metrics.media) is None or media.state == "up":
+            return None
+        return "the media process is starting" if media.state == "loading" else "the media process is being restarted"
+
     async def resize(self, count: int, drain_seconds: float) -> None:
         """Change the number of replicas (see `EngineManager.resize`), without waiting for replicas that start or drain.
 
@@ -263,7 +281,9 @@ class Frontend:
             for choice in range(given.params.n)
         ]
         tokenizer = self.input_processor.tokenizer
-        stream, engine_ids = self._submit(request_id, sequences, given.priority, given.cache_salt, n=given.params.n)
+        stream, engine_ids = self._submit(
+            request_id, sequences, given.priority, given.cache_salt, given.params.n, given.media, given.media_lease
+        )
         try:  # the engine works on the prompts meanwhile
             processors = {
                 engine_id: OutputProcessor(tokenizer, index, prompt, given.params, given.output_format)
@@ -312,6 +332,8 @@ class Frontend:
         priority: int,
         cache_salt: str | None,
         n: int = 1,
+        media: Sequence[Sequence[MediaItem]] = (),
+        lease: MediaLease | None = None,
         second_segments: Sequence[int] = (),
     ) -> tuple[OutputStream, list[str]]:
         """Submit the sequences of a request, `n` for each prompt; returns their outputs and their ids."""
@@ -326,7 +348,7 @@ class Frontend:
         if self._num_resets:
             salt = blake2b(b"%d/%b" % (self._num_resets, salt), digest_size=16).digest()
         requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]
-        return self.client.submit(requests, priority, salt, n, second_segments), engine_ids
+        return self.client.submit(requests, priority, salt, n, second_segments, media, lease), engine_ids
 
     async def close(self, *, together: bool = False) -> None:
         """Abort running requests, and stop the engine if `start` has started it.
@@ -345,7 +367,7 @@ class Frontend:
 
     def _load(self, formats: ChatFormats) -> InputProcessor:
         begun = time.monotonic()
-        processor = InputProcessor.load(self.config.model, formats)
+        processor = InputProcessor.load(self.config.model, formats, media=self.media)
         self._seconds["tokenizer"] = time.monotonic() - begun
         return processor
 

@@ -56,6 +56,19 @@ class ChatTemplate:
         """The variable that turns reasoning on and off."""
         return next((name for name in ("enable_thinking", "thinking") if name in self.reads), None)
 
+    @cached_property
+    def needs_parts(self) -> bool:
+        """Whether the template shows a text only in a list of parts, as those of LLaVA and Idefics do."""
+        text = "hello"
+
+        def shows(content: Any) -> bool:
+            try:
+                return text in self.render([{"role": "user", "content": content}], {})
+            except InvalidParameter:
+                return False
+
+        return not shows(text) and shows([{"type": "text", "text": text}])
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], param: str = "messages"
     ) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.media import MediaKind
 from quire.server.config.server_options import TEMPLATE_PARAMETERS
 from quire.server.parsers.reasoning import detect_reasoning
 from quire.server.text.chat_template import ChatTemplate
+from quire.server.text.media_prompt import Placeholders
 
 Message = Mapping[str, Any]
 """A message as in the OpenAI API: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
@@ -103,10 +105,12 @@ def render(
     options: ChatTemplateOptions,
     may_call: bool,
     names: ParamNames = CHAT_NAMES,
+    placeholders: Placeholders | None = None,
 ) -> str:
     """Render the prompt; raises `InvalidParameter` for anything that the template cannot express.
 
-    `may_call`: the model may call the tools, so the prompt must show them.
+    `may_call`: the model may call the tools, so the prompt must show them. With `placeholders`, messages may have
+    images and videos, and the prompt is one for `Placeholders.expand`.
     """
     if not messages:
         raise InvalidParameter(f"{names.messages} must not be empty", names.messages)
@@ -122,8 +126,10 @@ def render(
         "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
     }
     kept = options.keep_billing_header
-    found = [_message(message, template.source, at, kept) for at, message in enumerate(messages)]
+    found = [_message(message, template.source, at, kept, placeholders) for at, message in enumerate(messages)]
     turns = [turn for turn in found if turn is not None]
+    if placeholders is not None:
+        turns, variables = placeholders.protected(turns), placeholders.protected(variables)
     if options.continue_final_message:
         if found[-1] is None:
             raise InvalidParameter(
@@ -132,14 +138,68 @@ def render(
                 names.continue_final_message,
             )
         turns[-1] = _to_be_continued(turns[-1], names.continue_final_message)
-    try:
-        prompt = template.render(turns, variables, names.messages)
-    except InvalidParameter:
-        if not any(turn.get("tool_calls") for turn in turns):
-            raise
-        # Most templates expect tool call arguments as objects, but some (DeepSeek-V3.1's) as JSON text.
-        prompt = template.render([_with_arguments_as_text(turn) for turn in turns], variables, names.messages)
+    if placeholders is not None:
+        prompt = _render_items(template, turns, variables, names, placeholders)
+    else:
+        if template.needs_parts:
+            turns = [_with_parts(turn) for turn in turns]
+        try:
+            prompt = template.render(turns, variables, names.messages)
+        except InvalidParameter:
+            if not any(turn.get("tool_calls") for turn in turns):
+                raise
+            # Most templates expect tool call arguments as objects, but some (DeepSeek-V3.1's) as JSON text.
+            prompt = template.render([_with_arguments_as_text(turn) for turn in turns], variables, names.messages)
     return _cut(prompt, names.continue_final_message) if options.continue_final_message else prompt
+
+
+def _render_items(
+    template: ChatTemplate,
+    turns: Sequence[dict[str, Any]],
+    variables: Mapping[str, Any],
+    names: ParamNames,
+    placeholders: Placeholders,
+) -> str:
+    """Render turns with images and videos, in the first form for which the template writes a placeholder for each."""
+    kinds: list[MediaKind] = [part["type"] for turn in turns for part in _parts(turn) if part["type"] != "text"]
+    forms = [turns]
+    if any(turn.get("tool_calls") for turn in turns):
+        forms.append([_with_arguments_as_text(turn) for turn in turns])
+    # Some templates know no parts, and some show only texts in the results of tools.
+    forms += [[_with_placeholders(turn, placeholders.texts) for turn in form] for form in forms]
+    problem: InvalidParameter | None = None
+    for form in forms:
+        given = [_with_parts(turn) for turn in form] if template.needs_parts else form
+        try:
+            prompt = template.render(given, variables, names.messages)
+        except InvalidParameter as error:
+            problem = error
+            continue
+        if placeholders.are_in(prompt, kinds):
+            return prompt
+        problem = problem or InvalidParameter(
+            f"{names.messages}: the model's chat template does not show each image and video once, where it is; move "
+            "them to messages of the user",
+            names.messages,
+        )
+    assert problem is not None
+    raise problem
+
+
+def _parts(turn: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    return content if isinstance(content := turn.get("content"), list) else ()
+
+
+def _with_parts(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn whose content is a list of parts."""
+    content = turn.get("content")
+    return turn | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
+
+
+def _with_placeholders(turn: dict[str, Any], texts: Mapping[MediaKind, str]) -> dict[str, Any]:
+    """Return a turn whose content is a text."""
+    shown = [part["text"] if part["type"] == "text" else texts[part["type"]] for part in _parts(turn)]
+    return turn | {"content": "\n".join(shown)} if shown else turn
 
 
 def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,14 +209,19 @@ def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _message(message: Message, template: str, at: int, keep_billing_header: bool) -> dict[str, Any] | None:
-    """Convert a message to the form that templates expect: text content, tool call arguments as objects, no empty
-    fields. Returns None for a system prompt that has nothing but pseudo-headers.
+def _message(
+    message: Message, template: str, at: int, keep_billing_header: bool, placeholders: Placeholders | None
+) -> dict[str, Any] | None:
+    """Convert a message to the form that templates expect: text content (with images or videos: parts), tool call
+    arguments as objects, no empty fields. Returns None for a system prompt that has nothing but pseudo-headers.
     """
     result = {key: value for key, value in message.items() if value is not None}
     role, content = result.get("role"), result.get("content")
     if isinstance(content, list):
-        result["content"] = "\n".join(_text_of(part, at) for part in content)
+        kinds = () if placeholders is None else placeholders.texts
+        parts = [part if _is_item(part, kinds) else {"type": "text", "text": _text_of(part, at)} for part in content]
+        is_text = all(part["type"] == "text" for part in parts)
+        result["content"] = "\n".join(part["text"] for part in parts) if is_text else parts
     text = result.get("content")
     if (
         role in ("system", "developer")
@@ -199,6 +264,10 @@ def _cut(text: str, param: str) -> str:
     if at < 0:
         raise InvalidParameter(f"{param}: this model's chat template changes the final message", param)
     return text[:at] if text.startswith(_END_SIGN, at) else text[:at].rstrip()
+
+
+def _is_item(part: Any, kinds: Collection[str]) -> bool:
+    return isinstance(part, dict) and part.get("type") in kinds
 
 
 def _text_of(part: Any, at: int) -> str:

@@ -7,7 +7,8 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,10 @@ import msgspec
 from quire.engine.architecture.encoder_spec import EncoderSpec
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+from quire.server.media.client import MediaClient
+from quire.server.media.types import MediaSource
 from quire.server.parsers.output_parser import OutputFormat
 from quire.server.parsers.reasoning import detect_reasoning
 from quire.server.parsers.tool_formats import Quoted, Tagged
@@ -35,6 +39,8 @@ from quire.server.text.inputs import (
     TruncationSide,
 )
 from quire.server.text.json_schema import checked_schema
+from quire.server.text.media_input import MediaAccess, MediaInput, MediaLease, text_only
+from quire.server.text.media_prompt import ItemSpan, Placeholders, media_items, split_ids, truncated_items, with_pages
 from quire.server.text.pooling_processor import PoolingProcessor
 from quire.server.text.prompt_tokenizer import PromptTokenizer, run_in_thread, truncated
 from quire.server.text.schemas.common import Budget
@@ -59,7 +65,7 @@ class InputProcessor:
     """Converts requests to the engine's input. Raises `InvalidParameter` for anything that the model cannot do.
 
     `structured` checks structured outputs; default: by compiling them. `renderer` renders chat templates; default: this
-    process does.
+    process does. `media` loads images and videos; None: the model takes none.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class InputProcessor:
         formats: ChatFormats,
         structured: StructuredOutputCheck | SizeCheck | None = None,
         renderer: LocalRenderer | None = None,
+        media: MediaInput | None = None,
     ) -> None:
         source = templates.choose(has_tools=True).source if templates else ""
         self.chat_template = templates.choose(has_tools=False).source if templates else None
@@ -80,6 +87,9 @@ class InputProcessor:
         self.pooling = model.pooling
         self._prompts = PromptTokenizer(tokenizer, model)
         self._renderer = renderer or LocalRenderer()
+        self.media = media
+        self._leases: list[MediaLease] = []
+        """Those that another process must adopt."""
         self._pooled: PoolingProcessor | None = None
         if model.pooling is not None:
             template = templates.choose(has_tools=False) if templates and formats.chat_template is not None else None
@@ -96,14 +106,21 @@ class InputProcessor:
         """The fields of requests that had no effect so far, without indices."""
         self._fallback = formats.structured_outputs_fallback
         self._structured = structured or StructuredOutputCheck(model, self._fallback)
+        self._is_for_other = isinstance(structured, SizeCheck)
+        """Whether another process asks, which logs, checks structured outputs and adopts leases."""
         self._eos = model.eos_token_ids
         self._vocab_size = model.architecture.vocab_size
         self._max_logprobs = self._vocab_size if model.max_logprobs < 0 else min(model.max_logprobs, self._vocab_size)
 
     @staticmethod
-    def load(model: ModelConfig, formats: ChatFormats, structured: SizeCheck | None = None) -> InputProcessor:
+    def load(
+        model: ModelConfig,
+        formats: ChatFormats,
+        structured: SizeCheck | None = None,
+        media: MediaAccess | None = None,
+    ) -> InputProcessor:
         """Load tokenizer and chat template; raises `ConfigError`. With a `SizeCheck`, everything else happens in this
-        process.
+        process. Without `media`, images and videos are refused.
         """
         tokenizer = Tokenizer.load(model.tokenizer, model.trust_remote_code)
         variables = _variables(tokenizer, formats)
@@ -112,7 +129,12 @@ class InputProcessor:
         if unread and not isinstance(structured, SizeCheck):  # otherwise the process that asks does so
             logger.warning("--default-chat-template-kwargs: no chat template of the model reads %s", ", ".join(unread))
         renderer = None if isinstance(structured, SizeCheck) else TemplateRenderer(templates)
-        return InputProcessor(tokenizer, templates, model, formats, structured, renderer)
+        taken = None
+        if media is not None:
+            spec = model.architecture.media
+            assert spec is not None
+            taken = MediaInput(MediaClient(media.path), spec, media.limits)
+        return InputProcessor(tokenizer, templates, model, formats, structured, renderer, taken)
 
     def limit(self, max_model_len: int) -> None:
         """Change the model's length."""
@@ -133,6 +155,8 @@ class InputProcessor:
         """Stop the processes that compile grammars and render templates."""
         self._structured.close()
         self._renderer.close()
+        if self.media is not None:
+            self.media.loader.close()
 
     def ignore(self, params: Iterable[str]) -> None:
         """Record fields of a request that have no effect, and log each once.
@@ -145,11 +169,15 @@ class InputProcessor:
             name = _INDEX.sub("[]", param)[:100]
             if name not in self.ignored and len(self.ignored) < _MAX_IGNORED:
                 self.ignored.add(name)
-                if not isinstance(self._structured, SizeCheck):  # otherwise the process that asks does so
+                if not self._is_for_other:  # otherwise the process that asks does so
                     logger.info("request field %s has no effect (--strict-parameters rejects it)", ascii(name)[1:-1])
 
     async def resolve(self, processed: Processed) -> Any:
-        """Return the value of a request that another process has processed, when its structured outputs are checked."""
+        """Return the value of a request that another process has processed, when its structured outputs are checked,
+        and the data of its images is kept."""
+        for lease in processed.leases:
+            assert self.media is not None
+            await lease.adopt(self.media.loader)
         for outputs, param in processed.unresolved:
             resolved = await self._structured.resolve_in_thread(outputs, param)
             for name in outputs.__struct_fields__:
@@ -162,6 +190,14 @@ class InputProcessor:
         left, self._structured.unresolved = self._structured.unresolved, []
         return left
 
+    def take_leases(self) -> Sequence[MediaLease]:
+        """Return the leases of what this processor has loaded for another process, which adopts them."""
+        left, self._leases = self._leases, []
+        for lease in left:
+            assert self.media is not None
+            self.media.loader.hand_over(lease.name)
+        return left
+
     # --- generation ---------------------------------------------------------------------------------------------
 
     async def process_prompts(
@@ -171,8 +207,11 @@ class InputProcessor:
         options: RequestOptions = _DEFAULT_OPTIONS,
         *,
         add_special_tokens: bool = True,
+        media: Sequence[MediaSource] = (),
     ) -> GenerationInput:
-        """Process texts and token ids to continue. With `add_special_tokens`, texts get the tokenizer's."""
+        """Process texts and token ids to continue. With `add_special_tokens`, texts get the tokenizer's. With `media`,
+        there is one prompt, which has a placeholder for each of these items.
+        """
         params = await self._validate(params, options.param_names)
         last = self._prompts.num_kept(options.truncate_prompt_tokens, params.max_tokens or 1)
         side = options.truncation_side
@@ -186,7 +225,28 @@ class InputProcessor:
                 total = self._prompts.add_tokens(total, tokenized[-1], "prompt")
             return tokenized
 
-        tokenized = await run_in_thread(sum(map(len, prompts)), tokenize)
+        items: list[MediaItem] = []
+        lease = None
+        if media:
+            if len(prompts) != 1:
+                raise InvalidParameter("prompt: images and videos need a single prompt", "prompt")
+            text = prompts[0]
+
+            async def as_it_is(placeholders: Placeholders, num_items: Sequence[int]) -> str:
+                assert isinstance(text, str)
+                if not placeholders.are_in(text, [source.kind for source in media]):
+                    wanted = " or ".join(repr(placeholders.texts[kind]) for kind in placeholders.texts)
+                    raise InvalidParameter(f"prompt: it must have {wanted} once for each item", "prompt")
+                return text
+
+            if isinstance(text, str):
+                made = self._tokenize_items(media, as_it_is, last, side, "prompt", add_special_tokens)
+            else:
+                made = self._expand_items(media, text, last, side, "prompt")
+            ids, items, lease = await made
+            tokenized = [self._fit(ids, "prompt", None, max_tokens, side)]
+        else:
+            tokenized = await run_in_thread(sum(map(len, prompts)), tokenize)
         if (outputs := params.structured_outputs) is not None:
             name = options.param_names.structured_outputs
             params.structured_outputs = await self._structured.resolve_in_thread(outputs, name)
@@ -196,6 +256,8 @@ class InputProcessor:
             priority=options.priority,
             cache_salt=options.cache_salt,
             length_penalty=options.length_penalty,
+            media=[items] if items else (),
+            media_lease=lease,
         )
 
     async def process_chat(
@@ -215,14 +277,20 @@ class InputProcessor:
         last = self._prompts.num_kept(options.truncate_prompt_tokens, params.max_tokens or 1)
         side = options.truncation_side
         max_tokens = params.max_tokens if options.reject_long_output else None
-        text = await self._render(chat, names)
+        items: list[MediaItem] = []
+        lease = None
+        if chat.media:
+            ids, items, lease = await self._tokenize_chat_items(chat, last, side, names)
+            prompt = self._fit(ids, names.messages, None, max_tokens, side)
+        else:
+            text = await self._render(chat, names)
 
-        def tokenize() -> list[int]:
-            cut = self._prompts.cut(text, names.messages, last, side)
-            ids = self.tokenizer.encode(cut, add_special_tokens=chat.template.add_special_tokens)
-            return self._fit(ids, names.messages, last, max_tokens, side)
+            def tokenize() -> list[int]:
+                cut = self._prompts.cut(text, names.messages, last, side)
+                ids = self.tokenizer.encode(cut, add_special_tokens=chat.template.add_special_tokens)
+                return self._fit(ids, names.messages, last, max_tokens, side)
 
-        prompt = await run_in_thread(len(text), tokenize)
+            prompt = await run_in_thread(len(text), tokenize)
         output_format = self._output_format(chat, prompt)
         if (answer := params.structured_outputs) is not None:
             params.structured_outputs = await self._structured.resolve_in_thread(answer, names.structured_outputs)
@@ -248,9 +316,9 @@ class InputProcessor:
         elif budget is not None:
             assert output_format is not None
             assert thoughts is not None
-            text = thoughts_grammar(thoughts, self.tokenizer.added_id, output_format.is_thinking, budget)
+            limit = thoughts_grammar(thoughts, self.tokenizer.added_id, output_format.is_thinking, budget)
             params.structured_outputs = await self._structured.resolve_in_thread(
-                StructuredOutputs(grammar=text), names.thinking_budget
+                StructuredOutputs(grammar=limit), names.thinking_budget
             )
         return GenerationInput(
             prompts=[prompt],
@@ -260,6 +328,8 @@ class InputProcessor:
             priority=options.priority,
             cache_salt=options.cache_salt,
             length_penalty=options.length_penalty,
+            media=[items] if items else (),
+            media_lease=lease,
         )
 
     async def _resolve_tools(self, grammar: StructuredOutputs, use: ToolUse) -> StructuredOutputs:
@@ -316,8 +386,100 @@ class InputProcessor:
             params.max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
         return params
 
-    async def _render(self, chat: ChatInput, names: ParamNames) -> str:
-        """Return a conversation's text, by default up to the start of the answer."""
+    def _tokenize_chat_items(
+        self, chat: ChatInput, last: int | None, side: TruncationSide, names: ParamNames
+    ) -> Awaitable[tuple[list[int], list[MediaItem], MediaLease]]:
+        """`_tokenize_items` for a conversation."""
+
+        def render(placeholders: Placeholders, num_items: Sequence[int]) -> Awaitable[str]:
+            shown = replace(chat, messages=with_pages(chat.messages, num_items)) if num_items else chat
+            return self._render(shown, names, placeholders)
+
+        specials = chat.template.add_special_tokens
+        return self._tokenize_items(chat.media, render, last, side, names.messages, specials)
+
+    async def _tokenize_items(
+        self,
+        media: Sequence[MediaSource],
+        render: Callable[[Placeholders, Sequence[int]], Awaitable[str]],
+        last: int | None,
+        side: TruncationSide,
+        param: str,
+        add_special_tokens: bool,
+    ) -> tuple[list[int], list[MediaItem], MediaLease]:
+        """Return the token ids of a prompt with images and videos, at most the `last` ones, with the items, which are
+        loaded. `render` returns the text for `Placeholders.expand`, given the number of items of each source (none:
+        each has one), and `param` is its name. Raises `InvalidParameter` also if an item would be cut, and
+        `MediaUnavailable`.
+        """
+        if self.media is None:
+            raise text_only(media[0])
+        placeholders, spec = await self.media.check(media), self.media.spec
+        has_documents = any(source.is_document for source in media)  # their pages are not known yet
+        rendered = "" if has_documents else await render(placeholders, ())
+        loaded, media = await self.media.load(media)
+        lease = MediaLease(loaded.lease, None if self._is_for_other else self.media.loader)
+        if has_documents:
+            rendered = await render(placeholders, loaded.num_items)
+        text, spans = placeholders.expand(rendered, loaded.items)
+        if last is None:
+            self._prompts.cut(text, param, None)
+
+        def tokenize() -> tuple[list[int], list[MediaItem]]:
+            ids, offsets = self.tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
+            items = media_items(ids, offsets, spans, loaded.items, media, spec)
+            if last is None:
+                return ids, items
+            params = [media[span.item].param for span in spans]
+            return truncated(ids, last, side), truncated_items(items, len(ids), last, side, params)
+
+        ids, items = await run_in_thread(len(text), tokenize)
+        if self._is_for_other:
+            self._leases.append(lease)
+        return ids, items, lease
+
+    async def _expand_items(
+        self, media: Sequence[MediaSource], prompt: Sequence[int], last: int | None, side: TruncationSide, param: str
+    ) -> tuple[list[int], list[MediaItem], MediaLease]:
+        """Like `_tokenize_items`, for token ids with those of the placeholder for each item."""
+        if self.media is None:
+            raise text_only(media[0])
+        placeholders, spec = await self.media.check(media), self.media.spec
+        encode = partial(self.tokenizer.encode_with_offsets, add_special_tokens=False)
+        marks = {tuple(encode(text)[0]): text for text in placeholders.texts.values()}
+        parts = [*split_ids(prompt, marks)]
+        if Counter(marks[part] for part in parts if part in marks) != placeholders.counts(each.kind for each in media):
+            wanted = " or ".join(f"{[*mark]} ({text!r})" for mark, text in marks.items())
+            raise InvalidParameter(f"{param}: it must have the tokens {wanted} once for each item", param)
+        loaded, media = await self.media.load(media)
+        lease = MediaLease(loaded.lease, None if self._is_for_other else self.media.loader)
+
+        def expand() -> tuple[list[int], list[MediaItem]]:
+            ids, items, params = list[int](), list[MediaItem](), list[str]()
+            order = placeholders.order(loaded.items)
+            for part in parts:
+                if part not in marks:
+                    ids += part
+                    continue
+                at = next(order[marks[part]])
+                item, own = loaded.items[at], encode(loaded.items[at].text)
+                (made,) = media_items(*own, [ItemSpan(0, len(item.text), 0)], [item], [media[at]], spec)
+                items.append(msgspec.structs.replace(made, offset=len(ids) + made.offset))
+                ids += own[0]
+                params.append(media[at].param)
+            if last is None:
+                return ids, items
+            return truncated(ids, last, side), truncated_items(items, len(ids), last, side, params)
+
+        ids, items = await run_in_thread(sum(len(item.text) for item in loaded.items), expand)
+        if self._is_for_other:
+            self._leases.append(lease)
+        return ids, items, lease
+
+    async def _render(self, chat: ChatInput, names: ParamNames, placeholders: Placeholders | None = None) -> str:
+        """Return a conversation's text, by default up to the start of the answer. With `placeholders`, it is one for
+        `Placeholders.expand`.
+        """
         if (own := chat.template.chat_template) is not None:
             if not self._trusts_templates:
                 raise InvalidParameter(
@@ -345,7 +507,7 @@ class InputProcessor:
                 raise InvalidParameter(f"{param} must be {' or '.join(ROLES)}, got {role!r}", param)
         options = replace(chat.template, keep_billing_header=self._keeps_billing_header)
         (text,) = await self._renderer.render(
-            template, [chat.messages], chat.tools, options, chat.tool_use is not None, names
+            template, [chat.messages], chat.tools, options, chat.tool_use is not None, names, placeholders
         )
         return text
 
@@ -470,6 +632,8 @@ class InputProcessor:
     ) -> list[int]:
         """Return a conversation's token ids as `process_chat` does, without a length limit."""
         last = self._prompts.num_kept(truncate, max(1, max_tokens or 1))
+        if chat.media:
+            return (await self._tokenize_chat_items(chat, last, side, names))[0]
         text, specials = await self._render(chat, names), chat.template.add_special_tokens
         ids = await run_in_thread(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=specials))
         return ids if last is None else truncated(ids, last, side)

@@ -8,9 +8,12 @@ from typing import Any, Literal
 
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+from quire.server.media.types import MediaSource
 from quire.server.parsers.output_parser import OutputFormat
 from quire.server.text.conversation import CHAT_NAMES, ChatTemplateOptions, Message, ParamNames
+from quire.server.text.media_input import MediaLease
 from quire.server.text.tools import ToolUse
 
 Prompt = str | list[int]
@@ -71,6 +74,7 @@ class ChatInput:
     """A conversation to answer. All chat APIs convert their requests to this."""
 
     messages: Sequence[Message]
+    """Parts of their contents whose type is `image` or `video` are the items of `media`, in order."""
     tools: Sequence[Mapping[str, Any]] = ()
     """The tools as the request has them, for the chat template."""
     tool_use: ToolUse | None = None
@@ -79,6 +83,8 @@ class ChatInput:
     shows_reasoning: bool = True
     thinking_budget: int | None = None
     """Maximum number of tokens of reasoning."""
+    media: Sequence[MediaSource] = ()
+    """The images and videos, in the order of the messages' parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +123,10 @@ class GenerationInput:
     """Find the `n` sequences by beam search with this length penalty; None: by sampling."""
     priority: int = 0
     cache_salt: str | None = None
+    media: Sequence[Sequence[MediaItem]] = ()
+    """The images and videos of each prompt; empty: there are none."""
+    media_lease: MediaLease | None = None
+    """Keeps their data until the last sequence has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,3 +165,5 @@ class Processed:
     """The structured outputs in `value`, not compiled yet, with the names of their parameters."""
     ignored: Collection[str]
     """The request's fields that have no effect."""
+    leases: Sequence[MediaLease] = ()
+    """The leases in `value`, which the first process must adopt."""

@@ -19,6 +19,7 @@ from quire.server.client.output_stream import DEADLINE, EngineUnavailable, Reque
 from quire.server.text import conversation
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
 from quire.server.text.conversation import CHAT_NAMES, ChatTemplateOptions, Message, ParamNames
+from quire.server.text.media_prompt import Placeholders
 from quire.server.text.sandbox import Answer, Sandbox, SandboxStopped
 
 QUICK_SECONDS, MEDIUM_SECONDS, RENDER_SECONDS = 0.1, 1.0, 10.0
@@ -48,9 +49,12 @@ class LocalRenderer:
         options: ChatTemplateOptions = _NO_OPTIONS,
         may_call: bool = False,
         names: ParamNames = CHAT_NAMES,
+        placeholders: Placeholders | None = None,
     ) -> list[str]:
         """`conversation.render` for each conversation."""
-        return [conversation.render(template, each, tools, options, may_call, names) for each in conversations]
+        return [
+            conversation.render(template, each, tools, options, may_call, names, placeholders) for each in conversations
+        ]
 
     def start(self) -> None:
         """There is no process."""
@@ -78,6 +82,7 @@ class TemplateRenderer(LocalRenderer):
         options: ChatTemplateOptions = _NO_OPTIONS,
         may_call: bool = False,
         names: ParamNames = CHAT_NAMES,
+        placeholders: Placeholders | None = None,
     ) -> list[str]:
         """`conversation.render` for each conversation, all within the same limits. `template` is the request's own
         (`options.chat_template`), or the one that the templates choose.
@@ -87,7 +92,7 @@ class TemplateRenderer(LocalRenderer):
         """
         which = bool(tools) if options.chat_template is None else template
         try:
-            question = pickle.dumps((which, conversations, tools, options, may_call, names))
+            question = pickle.dumps((which, conversations, tools, options, may_call, names, placeholders))
         except RecursionError:
             raise InvalidParameter(f"{names.messages}: nested too deeply", names.messages) from None
         deadline = DEADLINE.get()
@@ -144,12 +149,15 @@ def _make(templates: ChatTemplates | None) -> Answer:
         _ = templates.reads  # not in each fork again
 
     def answer(question: bytes) -> bytes:
-        which, conversations, tools, options, may_call, names = pickle.loads(question)
+        which, conversations, tools, options, may_call, names, placeholders = pickle.loads(question)
         if isinstance(which, bool):
             assert templates is not None
             which = templates.choose(which)
         try:
-            texts = [conversation.render(which, each, tools, options, may_call, names) for each in conversations]
+            texts = [
+                conversation.render(which, each, tools, options, may_call, names, placeholders)
+                for each in conversations
+            ]
             if (size := sum(map(len, texts))) > MAX_PROMPT_CHARACTERS:
                 raise InvalidParameter(
                     f"the chat template makes a prompt of {size} characters of {names.messages}, and at most "

@@ -74,6 +74,15 @@ class Tokenizer:
         ids: list[int] = self._encoding(self.backend.encode_batch_fast, text, add_special_tokens).ids
         return ids
 
+    def encode_with_offsets(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Like `encode`, with the characters of each token, in order. Added special tokens have none."""
+        encoding = self._encoding(self.backend.encode_batch, text, add_special_tokens)
+        offsets, end = [], 0
+        for start, stop in encoding.offsets:
+            offsets.append((start, stop) if start < stop else (end, end))
+            end = max(end, stop)
+        return encoding.ids, offsets
+
     def _encoding(
         self, encode_batch: Callable[..., list[Encoding]], text: str, add_special_tokens: bool = False
     ) -> Encoding:

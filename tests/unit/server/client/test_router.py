@@ -14,6 +14,7 @@ from msgspec import structs
 
 from quire.engine.config.engine_config import CacheConfig
 from quire.engine.protocol.engine_core import EngineCoreRequest
+from quire.engine.protocol.media import MediaItem, MediaRun
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -29,6 +30,12 @@ CACHE = CacheConfig(block_size=BLOCK, num_blocks=2000, dtype="float32", enable_p
 
 def asked(request_id: str, prompt: list[int], salt: bytes = b"", max_tokens: int = 16) -> EngineCoreRequest:
     return EngineCoreRequest(0, request_id, prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt)
+
+
+def seeing(request_id: str, prompt: list[int], picture: bytes) -> EngineCoreRequest:
+    """The prompt has a picture in its second half."""
+    item = MediaItem(picture.ljust(16), "image", len(prompt) // 2, 8, (MediaRun(0, 8),))
+    return structs.replace(asked(request_id, prompt), media=[item])
 
 
 def idle(count: int) -> dict[int, EngineStats]:
@@ -275,6 +282,18 @@ def test_a_prefix_is_known_with_its_salt_and_its_output() -> None:
     scored = EngineCoreRequest(0, "c", turn, SamplingParams(prompt_logprobs=0), cache_salt=b"x")
     router.place(scored, idle(2))
     assert router._placed["c"].pending == 202  # its logits are needed, even if all is cached
+
+
+def test_a_prefix_is_known_with_its_pictures() -> None:
+    """The tokens of all pictures are the same."""
+    router = Router(range(2), cache=CACHE, max_num_seqs=8)
+    prompt = list(range(160))
+    first = router.place(seeing("a", prompt, b"cat"), idle(2))
+    router.on_first_token("a", 0.0)
+    assert router.place(seeing("again", prompt, b"cat"), idle(2)) == first
+    router.place(seeing("other", prompt, b"dog"), idle(2))
+    router.on_first_token("again", 0.0)
+    assert router._placed["other"].pending in (80, 160)  # the text before the picture is known at the first one
 
 
 def test_caches_are_as_large_as_the_replicas_say() -> None:

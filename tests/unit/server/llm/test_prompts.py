@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
@@ -83,17 +86,30 @@ async def test_thinking_budgets_are_for_conversations(server: Server) -> None:
 
 
 def test_the_parts_of_a_prompt() -> None:
-    assert split(TextPrompt(prompt="a", cache_salt="s")) == ("a", "a", "s")
-    assert split(TokensPrompt(prompt_token_ids=[1], prompt="a")) == ([1], "a", None)
-    assert split({"prompt": [1]}) == ([1], None, None)
-    assert split({"prompt": "a", "multi_modal_data": None}) == ("a", "a", None)
+    assert split(TextPrompt(prompt="a", cache_salt="s"))[:3] == ("a", "a", "s")
+    assert split(TokensPrompt(prompt_token_ids=[1], prompt="a"))[:3] == ([1], "a", None)
+    assert split({"prompt": [1]})[:3] == ([1], None, None)
+    assert split({"prompt": "a", "multi_modal_data": None}) == ("a", "a", None, [])
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data: only text is supported"),
-        ({"prompt": "a", "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs: only text is supported"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data.image[0]: expected a PIL image"),
+        ({"prompt": "a", "multi_modal_data": {"video": np.ones(3)}}, "multi_modal_data.video[0]: expected a file"),
+        ({"prompt": "a", "multi_modal_data": {"image": "/none"}}, "multi_modal_data.image[0]: expected a PIL image"),
+        ({"prompt": "a", "multi_modal_data": {"image": "a\0"}}, "multi_modal_data.image[0]: expected a PIL image"),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": np.ones((1, 2, 9))}},
+            "multi_modal_data.image[0]: expected a PIL",
+        ),
+        ({"prompt": "a", "multi_modal_data": "x"}, "multi_modal_data: expected a mapping, got str"),
+        ({"prompt": "a", "multi_modal_uuids": ["x"]}, "multi_modal_uuids: expected a mapping, got list"),
+        ({"prompt": "a", "multi_modal_data": {"audio": b""}}, "multi_modal_data: audio is not supported"),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": [b"", b""]}, "multi_modal_uuids": {"image": ["x"]}},
+            "multi_modal_uuids: 1 for 2 of image",
+        ),
         ({"prompt_embeds": np.zeros((2, 3))}, "prompt_embeds: embeddings as prompts are not supported"),
         ({"prompt_tokens_ids": [1]}, "prompt: unknown key 'prompt_tokens_ids'; did you mean prompt_token_ids?"),
         ({"cache_salt": "a"}, "prompt: a mapping must have a prompt or prompt_token_ids"),
@@ -103,6 +119,69 @@ def test_keys_that_would_change_the_answer_are_refused(prompt: dict[str, Any], m
     with pytest.raises(InvalidParameter) as refused:
         split(prompt)
     assert str(refused.value).startswith(message)
+
+
+def test_images_and_videos_of_prompts(tmp_path: Path) -> None:
+    (file := tmp_path / "a.mp4").write_bytes(b"film")
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    images = [Image.fromarray(pixels), pixels, b"file", "https://a/b", Image.fromarray(pixels).convert("CMYK")]
+    prompt = {
+        "prompt": "a",
+        "multi_modal_data": {"image": images, "video": str(file)},
+        "multi_modal_uuids": {"video": "mine"},
+        "mm_processor_kwargs": {"max_pixels": 9},
+    }
+    first, second, third, fourth, fifth, film = split(prompt).media
+    for each in (first, second):
+        assert (np.asarray(Image.open(io.BytesIO(each.data))) == pixels).all()
+    assert (third.data, fourth.url, film.data, film.uuid, film.kind) == (
+        b"file",
+        "https://a/b",
+        b"film",
+        "mine",
+        "video",
+    )
+    assert Image.open(io.BytesIO(fifth.data)).mode == "RGB"
+    assert first.options == {"max_pixels": 9}
+    assert first.param == "multi_modal_data.image[0]"
+
+
+def test_images_and_videos_of_conversations(tmp_path: Path) -> None:
+    (file := tmp_path / "a.png").write_bytes(b"png")
+    data = "data:image/png;base64,cG5n"
+    parts: list[Any] = [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": data}},
+        {"type": "input_image", "image_url": data},
+        {"type": "image", "image": file},
+        {"type": "video", "video": "https://a/b"},
+    ]
+    chat = chat_input(messages=[{"role": "user", "content": parts}, {"role": "user", "content": "b"}])
+    assert [source.data for source in chat.media] == [b"png", b"png", b"png", b""]
+    assert chat.media[0].param == "messages[0].content[1]"
+    kinds = [part["type"] for part in chat.messages[0]["content"]]
+    assert kinds == ["text", "image", "image", "image", "video"]
+    assert chat.messages[1] == {"role": "user", "content": "b"}
+
+
+def test_files_are_named_only_in_parts_of_the_python_api(tmp_path: Path) -> None:
+    """Those of other types may come from clients."""
+    (file := tmp_path / "a.png").write_bytes(b"png")
+    for name, field, value, message in (
+        ("image_url", "image_url", {"url": str(file)}, "expected a URL of the scheme"),
+        ("image_url", "image_url", str(file), "expected a URL of the scheme"),
+        ("input_image", "image_url", str(file), "expected a URL of the scheme"),
+        ("video_url", "video_url", str(file), "expected a URL of the scheme"),
+        ("image_url", "image_url", file, "image_url must be a URL; use the type image for files"),
+    ):
+        with pytest.raises(InvalidParameter) as refused:
+            chat_input(messages=[{"role": "user", "content": [{"type": name, field: value}]}])
+        assert str(refused.value).startswith(f"messages[0].content[0]: {message}")
+
+
+def test_a_part_whose_type_is_no_text_is_left_to_the_template() -> None:
+    parts: list[Any] = [{"type": ["image"], "text": "a"}]
+    assert chat_input(messages=[{"role": "user", "content": parts}]).messages[0]["content"] == parts
 
 
 def test_prompts_and_token_ids_are_joined() -> None:

@@ -326,7 +326,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
     (
         "chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
         "messages[0].content[0].type",
     ),
     ("completions", {"prompt": "x", "no_such_thing": 1}, "no_such_thing"),

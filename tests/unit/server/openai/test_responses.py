@@ -355,7 +355,7 @@ async def test_a_client_that_leaves_ends_its_request(server: Server, stream: boo
 WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"input": None}, "input"),
     ({"input": []}, "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].file_data"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"type": "compaction_trigger"}]}, "input[0].type"),

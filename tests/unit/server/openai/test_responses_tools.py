@@ -20,6 +20,7 @@ from quire.server.http.large_bodies import LARGE_BODY
 from quire.server.openai import responses_input
 from quire.server.openai.responses_input import listed, referred_id, shortened, shortenings
 from quire.server.openai.responses_request import ResponsesRequest
+from quire.server.text.inputs import ChatInput
 from tests.fakes import fake_core
 from tests.fakes.api_server import Server, run_server
 from tests.unit.server.openai.test_chat import CITY, talking  # noqa: F401
@@ -476,17 +477,18 @@ async def test_the_oldest_turns_are_truncated(telling: Server, is_large: bool) -
 
 
 def test_what_truncation_leaves() -> None:
+    def ways(messages: list[dict[str, Any]]) -> list[Any]:
+        return [shortened(ChatInput(messages=messages), way).messages for way in shortenings(messages)]
+
     system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
     call, result = {"role": "assistant", "tool_calls": [{}]}, {"role": "tool", "content": "t"}
     messages: list[dict[str, Any]] = [system, user, call, result, user, call, result, call, result, result]
-    ways = [shortened(messages, way) for way in shortenings(messages)]
-    assert ways == [
+    assert ways(messages) == [
         [system, user, call, result, call, result, result],
         [system, user, call, result, result],
     ]
     assert shortenings([system, user]) == []
-    steps: list[dict[str, Any]] = [call, result, call]
-    assert [shortened(steps, way) for way in shortenings(steps)] == [[call]]
+    assert ways([call, result, call]) == [[call]]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
