@@ -165,6 +165,18 @@ OVERVIEW = [
         [("increase(quire:engine_deaths_total{%}[1h])", _REPLICA)],
         description="In the last hour.",
     ),
+    Panel(
+        "Images and videos per second",
+        [("sum by (result) (rate(quire:media_items_total{%}[$__rate_interval]))", "{{result}}")],
+        description="cached: neither fetched nor decoded again. failed: the media process is overloaded, or has died.",
+    ),
+    Panel("Time to load an image or a video", quantiles("media_load_seconds"), unit="s"),
+    Panel(
+        "Processed images and videos",
+        [("quire:media_cache_bytes{%}", "{{instance}}")],
+        unit="bytes",
+        description="In shared memory; --mm-processor-cache-gb limits them.",
+    ),
 ]
 
 SCHEDULER = [

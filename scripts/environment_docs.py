@@ -170,6 +170,7 @@ OTHERS = {
 NOT_VARIABLES = {
     *("SC_CLK_TCK", "PCI_BUS_ID", "PATH", "PYTHONPATH", "MONOTONIC_USEC"),
     *("MODEL_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    *("HF_HOME", "SSL_CERT_FILE", "SSL_CERT_DIR"),  # only passed on
 }
 """Other names in files that use the environment."""
 _NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")

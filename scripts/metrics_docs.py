@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 from markdown_table import code, table
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.engine.config.engine_config import MediaConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.stats import GROUPS, ExpertLoad, GpuUsage, RankStats, RankUsage
+from quire.server.client.media_metrics import KINDS, RESULTS
 from quire.server.client.metrics import FINISH_REASONS, SHOWN_STATES, VLLM_NAMES, Metrics
 
 INTRODUCTION = """# Metrics
@@ -38,6 +41,8 @@ its counters and histograms, so that sums over replicas do not fall; its gauges 
 | `method`, `route` | of an HTTP request: a template, such as `/v1/models/{{name:path}}`; `none` for unknown paths |
 | `status` | of the response; `cut` if the API process died before its end |
 | `reason` | [why a request was refused or failed](../guides/monitoring.md#refused-and-failed-requests) |
+| `kind` | {kinds} |
+| `result` | {results}: the item was loaded, was in the cache, was refused, or the server has failed |
 | `key` | name of an [API key](../guides/deployment.md#api-keys) |
 
 Some metrics exist only where they apply, as their condition says:
@@ -47,6 +52,7 @@ Some metrics exist only where they apply, as their condition says:
 - *GPU*: ranks on NVIDIA GPUs. A GPU or driver may not report all of them, such as power in some virtual machines.
   Values are sampled every 2 seconds.
 - *experts*: `--enable-expert-parallel`. Models with very many experts have no `quire:expert_tokens_total`.
+- *media*: models that take images or videos.
 """
 
 
@@ -60,14 +66,19 @@ def render() -> str:
         "CPU": _collect(on_cpu=True),
         "GPU": _collect(on_gpu=True),
         "experts": _collect(has_experts=True),
+        "media": _collect(takes_media=True),
     }
     rows: dict[str, tuple[str, ...]] = {}
     for condition, metrics in servers.items():
         for metric in metrics:
             rows.setdefault(metric.name, _row(metric, condition))
-    histograms = [metric for metric in servers[""] if metric.type == "histogram"]
+    histograms = [metric for metric in servers["media"] if metric.type == "histogram"]
     introduction = INTRODUCTION.format(
-        states=_values(SHOWN_STATES), reasons=_values(FINISH_REASONS), groups=_values(GROUPS)
+        states=_values(SHOWN_STATES),
+        reasons=_values(FINISH_REASONS),
+        groups=_values(GROUPS),
+        kinds=_values(KINDS),
+        results=_values(RESULTS),
     )
     return "\n".join(
         [
@@ -81,9 +92,17 @@ def render() -> str:
     )
 
 
-def _collect(*, on_cpu: bool = False, on_gpu: bool = False, has_experts: bool = False) -> list[Metric]:
+def _collect(
+    *, on_cpu: bool = False, on_gpu: bool = False, has_experts: bool = False, takes_media: bool = False
+) -> list[Metric]:
     """The metrics of a server like this, without aliases."""
-    metrics = Metrics("MODEL", config=resolve(EngineOptions(device="cpu")), vllm_names=False)
+    config = resolve(EngineOptions(device="cpu"))
+    if takes_media:
+        media = MediaConfig(
+            max_items={"image": 1}, max_encoder_features=1, encoder_cache_features=1, max_item_features=1
+        )
+        config = replace(config, media=media)
+    metrics = Metrics("MODEL", config=config, vllm_names=False)
     metrics.state(0, "up")
     metrics.http.begin(row := metrics.http.row("POST /v1/completions"))
     metrics.http.end(row, 200, 0.0)
@@ -110,7 +129,7 @@ def _row(metric: Metric, condition: str) -> tuple[str, ...]:
 
 
 def _buckets(metric: Metric) -> str:
-    bounds = [sample.labels["le"] for sample in metric.samples if "le" in sample.labels]
+    bounds = dict.fromkeys(sample.labels["le"] for sample in metric.samples if "le" in sample.labels)
     return ", ".join(f"{float(bound):.15g}".replace("inf", "+Inf") for bound in bounds)
 
 

@@ -107,6 +107,7 @@ class ApiProcess:
             on_drained=lambda replica: connection.send(Drained(replica)),
             ask_resize=self._resize,
             set_log_level=lambda level: connection.send(SetLogLevel(level)),
+            media_path=args.media_path,
         )
         self._resizes: deque[asyncio.Future[str]] = deque()
         """Calls of `_resize` without an answer, in order."""
@@ -164,6 +165,8 @@ class ApiProcess:
         gc.freeze()
         self._connection.send(Ready(seconds))
         self._may_accept.set()
+        if self._frontend.media is not None:
+            _ = self._state.bodies  # it starts its process, as bodies with images are large
         await asyncio.to_thread(self._frontend.input_processor.start)
 
     def _beat(self) -> None:

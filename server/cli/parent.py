@@ -1,6 +1,7 @@
-"""The parent process of `quire serve`: starts and watches the engine cores and API processes.
+"""The parent process of `quire serve`: starts and watches the engine cores, the media process and API processes.
 
     quire (parent) ─┬─ quire-core-R      one per replica on this host ── quire-rank-N
+                    ├─ quire-media       for models that take images or videos
                     └─ quire-api-I       one per --api-server-count
 
 Every process is replaced when it dies or hangs (`quire.engine.process.supervisor`). When the parent dies, all others
@@ -41,6 +42,7 @@ from quire.server.cli.takeover import Offer, Predecessor
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
 from quire.server.config.server_options import ServerOptions
+from quire.server.media.service import MediaService, media_settings
 
 _FAILURE_SECONDS = 2.0
 """Time for which /health reports why the engine died, before the server exits."""
@@ -71,6 +73,8 @@ class ApiProcessArgs:
     """Whether another server accepts connections until this one can answer."""
     states: tuple[EngineState, ...]
     """The present state of the engine."""
+    media_path: str
+    """The socket of the media process; empty: the model takes only text."""
 
 
 class _ApiProcess(SupervisedProcess):
@@ -154,6 +158,7 @@ class Server:
         self._wake: Callable[[], None] = lambda: None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
+        media = media_settings(config, options)
         self.manager = EngineManager(
             config,
             name=names[0],
@@ -162,6 +167,7 @@ class Server:
             hosts=hosts,
             policy=options.restart_policy,
         )
+        self._media = None if media is None else MediaService(self.manager, media)
         self._api_processes = [_ApiProcess(self, index) for index in range(options.api_server_count)]
         self.manager.on_change = self._on_engine_state
         self.manager.supervisor.on_step = self._service.beat
@@ -183,6 +189,7 @@ class Server:
             listener=self._listener.fileno(),
             has_predecessor=self._predecessor is not None,
             states=(*manager.states.values(), *([] if manager.failure is None else [manager.failure])),
+            media_path="" if self._media is None else self._media.path,
         )
         return start_process("quire.server.cli.api_process", args, pass_fds=(self._listener.fileno(),))
 
@@ -248,7 +255,8 @@ class Server:
 
     @property
     def _is_started(self) -> bool:
-        return self.manager.is_settled and all(each.seconds is not None for each in self._api_processes)
+        has_media = self._media is None or self._media.has_been_ready
+        return self.manager.is_settled and has_media and all(each.seconds is not None for each in self._api_processes)
 
     @property
     def _is_running(self) -> bool:

@@ -34,14 +34,14 @@ from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read
 from quire.server.cli.batch_output import BatchResults
 from quire.server.cli.serve import DEMO_NAME
 from quire.server.config import flags
-from quire.server.config.server_options import ChatOptions
+from quire.server.config.server_options import ChatOptions, MediaOptions
 
 REMOTE_CONCURRENCY = 256
 """Requests in flight to a server over HTTP."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(ChatOptions):
+class BatchOptions(MediaOptions, ChatOptions):
     """Options of `quire run-batch`, in addition to the engine's."""
 
     input_file: str | None = flag(
@@ -138,6 +138,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _check(options: BatchOptions, parsed: argparse.Namespace) -> tuple[str, str]:
     """Return the input and output paths; raises `ConfigError` for invalid options."""
     options.check()
+    options.check_media()
     source, target = options.input_file, options.output_file
     if source is None or target is None:
         raise ConfigError("run-batch requires an input file and an output file: -i FILE -o FILE")
@@ -147,7 +148,7 @@ def _check(options: BatchOptions, parsed: argparse.Namespace) -> tuple[str, str]
         raise ConfigError(f"-i and -o name the same file: {source}")
     if options.max_concurrency is not None and options.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency {options.max_concurrency}: must be at least 1")
-    idle = [field.name for field in (*fields(EngineOptions), *fields(ChatOptions))]
+    idle = [field.name for field in (*fields(EngineOptions), *fields(ChatOptions), *fields(MediaOptions))]
     if options.url is not None and (given := next((name for name in idle if hasattr(parsed, name)), None)):
         raise ConfigError(f"--{given.replace('_', '-')} has no effect on a running server (--url); omit it")
     return source, target
@@ -248,6 +249,7 @@ async def _run_in_process(
     from quire.server.client.dp_coordinator import connect_hosts
     from quire.server.client.output_stream import EngineUnavailable
     from quire.server.http.state import ServedModel
+    from quire.server.media.service import media_settings
     from quire.server.serving.frontend import Frontend
     from quire.server.text.chat_formats import ChatFormats
 
@@ -258,6 +260,7 @@ async def _run_in_process(
         formats=ChatFormats.of(options),
         log_level=options.log_level,
         hosts=connect_hosts(config),
+        media=media_settings(config, options),
     )
     try:
         async with frontend:

@@ -96,11 +96,13 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
             from quire.server.cli.parent import Server
             from quire.server.client.dp_coordinator import connect_hosts
             from quire.server.http.api_keys import ApiKeys
+            from quire.server.media.service import check_addresses
 
             options = with_cluster_token(options)
             if options.nnodes > 1:
                 _check_node(options, server)
             ApiKeys.load(server)
+            check_addresses(server)
             name = DEMO_NAME if options.model == EngineOptions.model else options.model
             current_process.set_name("quire-serve")
             listener, predecessor = stack.enter_context(listen(server))

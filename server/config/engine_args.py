@@ -13,7 +13,7 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config import flags, vllm
 from quire.server.config.lazy import LazyParser
-from quire.server.config.server_options import ServerOptions
+from quire.server.config.server_options import MediaOptions, ServerOptions
 
 T = TypeVar("T", bound=argparse.ArgumentParser)
 
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _OFFLINE = (
     *("chat_template", "default_chat_template_kwargs", "tool_call_parser", "reasoning_parser"),
+    *(field.name for field in dataclasses.fields(MediaOptions)),
     *("torch_profiler_dir", "log_level"),
 )
 """The options of a server that programs have, too."""
@@ -34,8 +35,9 @@ class EngineArgs:
 
     An option of vLLM's without effect is logged. Its attributes are the fields of
     `quire.engine.config.options.EngineOptions`, and `chat_template`, `default_chat_template_kwargs`,
-    `tool_call_parser`, `reasoning_parser`, `torch_profiler_dir` and `log_level`; they can be changed. vLLM's
-    environment variables are defaults. Raises `ConfigError` for options that are not supported.
+    `tool_call_parser`, `reasoning_parser`, `torch_profiler_dir`, `log_level`, and those of
+    `quire.server.config.server_options.MediaOptions`; they can be changed. vLLM's environment variables are defaults.
+    Raises `ConfigError` for options that are not supported.
     """
 
     def __init__(self, model: str = EngineOptions.model, **options: Any) -> None:

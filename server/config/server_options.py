@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from quire.engine.config.devices import free_host_memory
 from quire.engine.config.options import flag
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.media import MediaKind
+from quire.server.config.media_defaults import CACHE_GB, FETCH_SECONDS, MAX_BYTES
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -144,6 +146,62 @@ class ChatOptions:
         for names, whose in ((TEMPLATE_PARAMETERS, "requests set"), (_TOKENIZERS, "is the tokenizer's")):
             if found := names.intersection(self.default_chat_template_kwargs or {}):
                 raise ConfigError(f"--default-chat-template-kwargs cannot set {min(found)}, which {whose}; omit it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaOptions:
+    """Images and videos in requests: where they may come from, and how they are processed."""
+
+    media_fetch: bool = flag(
+        True, "fetch images and videos at http and https URLs in requests; --no-media-fetch: data URLs only"
+    )
+    allowed_media_domains: tuple[str, ...] | None = flag(
+        None,
+        "only domains that media is fetched from, such as images.example or *.images.example, which may have private "
+        "addresses (default: all domains with public addresses)",
+        metavar="DOMAIN",
+    )
+    allowed_media_networks: tuple[str, ...] | None = flag(
+        None,
+        "networks that media may be fetched from although their addresses are private or reserved, such as "
+        "10.1.0.0/16 (default: none)",
+        metavar="NETWORK",
+    )
+    allowed_local_media_path: str | None = flag(
+        None, "folder with files that file:// URLs in requests may read (default: none)", metavar="DIR"
+    )
+    media_fetch_timeout: float = flag(FETCH_SECONDS, "time limit for fetching an image or video", metavar="SECONDS")
+    max_media_bytes: int = flag(MAX_BYTES, "maximum size of an image's or a video's file, in bytes")
+    mm_processor_kwargs: Mapping[str, Any] | None = flag(
+        None, 'options of the model\'s processor of images and videos, e.g. {"max_pixels": 1003520}'
+    )
+    media_io_kwargs: Mapping[str, Any] | None = flag(
+        None, 'options of reading media, by kind, e.g. {"video": {"num_frames": 32}}'
+    )
+    mm_processor_cache_gb: float = flag(
+        CACHE_GB,
+        "size of the cache of processed images and videos, which all API processes share, in GiB; 0: none. Those of "
+        "running requests may have 1 GiB in any case",
+        metavar="GIB",
+    )
+
+    def check_media(self) -> None:
+        """Raise `ConfigError` for invalid options; domains and networks are checked by `quire.server.media.service`."""
+        if not self.media_fetch:
+            for name in ("allowed_media_domains", "allowed_media_networks"):
+                if getattr(self, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} with --no-media-fetch: omit one of them")
+        if (folder := self.allowed_local_media_path) and not os.path.isdir(folder):
+            raise ConfigError(f"--allowed-local-media-path {folder}: not a folder")
+        for name in ("media_fetch_timeout", "max_media_bytes"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be greater than 0, and finite")
+        if not 0 <= self.mm_processor_cache_gb < math.inf:
+            raise ConfigError(f"--mm-processor-cache-gb {self.mm_processor_cache_gb:g}: must be at least 0, and finite")
+        for kind, value in (self.media_io_kwargs or {}).items():
+            if kind not in get_args(MediaKind) or not isinstance(value, dict):
+                kinds = " or ".join(get_args(MediaKind))
+                raise ConfigError(f"--media-io-kwargs: {kind}: expected {kinds}, with an object of options")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +386,7 @@ class TlsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(  # in reverse, as for `EngineOptions`
-    TlsOptions, BrowserOptions, MonitoringOptions, LimitOptions, AccessOptions, HttpOptions, ChatOptions
+    TlsOptions, BrowserOptions, MonitoringOptions, LimitOptions, AccessOptions, MediaOptions, HttpOptions, ChatOptions
 ):
     """All server options, for the command line and `--config FILE.yaml`."""
 
@@ -365,6 +423,7 @@ class ServerOptions(  # in reverse, as for `EngineOptions`
     def check(self) -> None:
         """Raise `ConfigError` for invalid or unreadable options."""
         super().check()
+        self.check_media()
         if self.shutdown_timeout is not None and not 0 <= self.shutdown_timeout < float("inf"):
             raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout:g}: must be at least 0")
         if (folder := self.torch_profiler_dir) is not None:

@@ -288,12 +288,11 @@ IGNORED: dict[str, str] = {
     "recurrent states are float32, in pages of the KV cache": (
         "--mamba-block-size= --mamba-cache-dtype= --mamba-cache-mode= --mamba-ssm-cache-dtype="
     ),
-    "only text is supported": (
-        "--allowed-local-media-path= --allowed-media-domains+ --disable-chunked-mm-input --interleave-mm-strings "
-        "--language-model-only --limit-mm-per-prompt= --media-io-kwargs= --mm-encoder-tp-mode= "
-        "--mm-processor-cache-gb= --mm-processor-cache-type= --mm-processor-kwargs= --skip-mm-profiling "
-        "--video-pruning-rate="
-    ),
+    "images and videos stay where they are in a message": "--interleave-mm-strings",
+    "all API processes share one cache, in shared memory": "--mm-processor-cache-type=",
+    "answers do not depend on where the chunks of a prompt end": "--disable-chunked-mm-input",
+    "memory for images is planned, not measured": "--skip-mm-profiling",
+    "ranks share the heads of the tower, or compute all of them if these do not divide": "--mm-encoder-tp-mode=",
     "llguidance is the only backend": "--guided-decoding-backend=",
     "it belongs to vLLM's V0 engine": (
         "--disable-async-output-proc --disable-frontend-multiprocessing --max-context-len-to-capture= "
@@ -342,6 +341,7 @@ REFUSED: dict[str, str] = {
     "other classes than Quire's own are not supported": (
         "--io-processor-plugin= --scheduler-cls= --worker-cls=auto --worker-extension-cls="
     ),
+    "it would change answers; sample fewer frames with --media-io-kwargs": "--video-pruning-rate=0,0.0",
     "it is not supported": (
         "--additional-config={} --enable-prompt-adapter --enable-prompt-embeds --enable-return-routed-experts "
         "--return-sampling-mask"
@@ -365,10 +365,13 @@ VARIABLES_OF_FLAGS: dict[str, tuple[str, Callable[[str], str]]] = {
     "VLLM_ATTENTION_BACKEND": ("--attention-backend", str),
     "VLLM_CPU_KVCACHE_SPACE": ("--kv-cache-memory-bytes", _gib),
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": ("--timeout-keep-alive", str),
+    "VLLM_IMAGE_FETCH_TIMEOUT": ("--media-fetch-timeout", str),
     "VLLM_LOGGING_CONFIG_PATH": ("--log-config-file", str),
     "VLLM_LOGGING_LEVEL": ("--log-level", str),
+    "VLLM_MM_INPUT_CACHE_GIB": ("--mm-processor-cache-gb", str),
     "VLLM_PP_LAYER_PARTITION": ("--pipeline-layer-partition", str),
     "VLLM_TORCH_PROFILER_DIR": ("--torch-profiler-dir", str),
+    "VLLM_VIDEO_FETCH_TIMEOUT": ("--media-fetch-timeout", str),
 }
 """Variables of vLLM that are flags of Quire, which take precedence, and the conversion of their values; empty: the
 default. Those that begin with VLLM_CPU_ have no effect on GPUs."""
@@ -387,6 +390,7 @@ VARIABLES_REFUSED: dict[str, str] = {
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": "activations are quantized only as the checkpoint says; omit it",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": "weights are not quantized on GPUs; omit it",
     "VLLM_MARLIN_INPUT_DTYPE": "activations are quantized only as the checkpoint says; omit it",
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS=1,true": "redirects are followed, and checked as URLs are; omit it",
     "VLLM_MODEL_REDIRECT_PATH": "name the model's folder as MODEL",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "simulated routing is not supported; omit it",
     "VLLM_PLUGINS": "plug-ins are not supported",

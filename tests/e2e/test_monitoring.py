@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from quire.engine.protocol.stats import GpuUsage, RankStats, RankUsage
+from quire.server.client.media_metrics import MediaMetrics
 from quire.server.client.metrics import Metrics
 from tests.e2e.environments import run
 from tests.e2e.serving import Server, serve
@@ -103,14 +104,16 @@ def prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
 
 @contextlib.contextmanager
 def server_with_gpu() -> Iterator[str]:
-    """The address of an exporter with the metrics of a rank on a GPU, as tests have no GPU."""
+    """The address of an exporter with the metrics of a rank on a GPU, as tests have no GPU, and of images."""
     metrics = Metrics(NAME, vllm_names=False)
     metrics.state(0, "up")
+    media = metrics.media = MediaMetrics()
     gpu = GpuUsage(1 << 30, 80 << 30, 0.5, 300.0, 1000, 1000, 1 << 20, 1 << 20)
     metrics.rank_stats = {0: [RankStats(usage=RankUsage(1.0, 1 << 30, 1 << 20, gpu))]}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            media.count("image", "loaded", 0.1)
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.end_headers()

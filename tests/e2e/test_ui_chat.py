@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,6 +248,73 @@ def test_settings_are_sent_and_wrong_ones_are_not(chat: Page, answers: Answers) 
     answers.text("yes")
     ask(chat, "again")
     assert set(answers.asked[1]) == {"messages", "stream", "stream_options"}
+
+
+def png(width: int, height: int) -> bytes:
+    """A picture of one colour."""
+    head = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(height * (1 + 3 * width)))
+    chunks = [(b"IHDR", head), (b"IDAT", rows), (b"IEND", b"")]
+    body = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(body)
+
+
+GIVE = """
+([way, name, bytes]) => {
+  const files = new DataTransfer();
+  files.items.add(new File([Uint8Array.from(bytes)], name, {type: "image/png"}));
+  const data = way === "paste" ? {clipboardData: files} : {dataTransfer: files};
+  const event = new (way === "paste" ? ClipboardEvent : DragEvent)(way, {...data, bubbles: true, cancelable: true});
+  document.getElementById("chat-box").dispatchEvent(event);
+}
+"""
+
+
+def test_pictures_are_chosen_pasted_or_dropped_and_sent_scaled_down(chat: Page, answers: Answers) -> None:
+    expect(button(chat, "Add pictures")).to_be_hidden()  # the demo model takes none
+    chat.evaluate(GIVE, ["drop", "a.png", [*png(2, 2)]])
+    expect(chat.get_by_text("This model takes no pictures.")).to_be_visible()
+
+    def with_images(route: Route) -> None:
+        got = route.fetch()
+        route.fulfill(response=got, json={**got.json(), "media": {"kinds": ["image"], "problem": "being restarted"}})
+
+    chat.route("**/ui/state", with_images)
+    expect(chat.locator("#reason")).to_have_text("being restarted")
+    with chat.expect_file_chooser() as chooser:
+        button(chat, "Add pictures").click()
+    small, large = png(40, 30), png(4096, 1024)
+    chooser.value.set_files({"name": "small.png", "mimeType": "image/png", "buffer": small})
+    drafted = chat.locator("#chat-pictures")
+    expect(drafted.get_by_role("img")).to_have_count(1)
+    chat.evaluate(GIVE, ["paste", "large.png", [*large]])
+    expect(drafted.get_by_role("img")).to_have_count(2)
+    chat.evaluate(GIVE, ["drop", "broken.png", [1, 2, 3]])
+    expect(chat.get_by_text("broken.png is not a picture that this browser can read.")).to_be_visible()
+    chat.evaluate(GIVE, ["drop", "third.png", [*png(2, 2)]])
+    button(chat, "Remove picture 3").click()
+    expect(drafted.get_by_role("img")).to_have_count(2)
+    answers.text("black")
+    ask(chat, "What colour?")
+    expect(drafted).to_be_hidden()
+    first, second, text = answers.asked[0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "What colour?"}
+    assert first == {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(small).decode()}"}}
+    scaled = b64decode(second["image_url"]["url"].removeprefix("data:image/png;base64,"))
+    assert struct.unpack(">2I", scaled[16:24]) == (2048, 512)
+    expect(turns(chat).first.get_by_role("img")).to_have_count(2)
+
+    answers.text("yes")
+    ask(chat, "Sure?")
+    assert answers.asked[1]["messages"][0] == answers.asked[0]["messages"][0]
+    chat.reload()
+    chat.get_by_role("button", name="What colour?", exact=False).first.click()
+    expect(turns(chat).first.get_by_text("Picture 2 was not kept")).to_be_visible()
+    answers.text("no")
+    ask(chat, "Still?")
+    assert answers.asked[2]["messages"][0] == {"role": "user", "content": "What colour?"}
 
 
 HOSTILE = [

@@ -100,6 +100,7 @@ async def numbers(state: AppState, request: Request) -> Response:
             "created": state.created,
             "status": status,
             "reason": reason,
+            "media": {"kinds": _kinds(frontend), "problem": frontend.media_problem},
             "max_model_len": model.max_model_len,
             "generates": model.pooling is None,
             "capabilities": _capabilities(frontend),
@@ -185,6 +186,12 @@ def _capabilities(frontend: Frontend) -> dict[str, bool]:
     except EngineUnavailable:  # the templates tell
         return {"tools": False, "reasoning": False}
     return {"tools": processor.tool_format is not None, "reasoning": processor.reasoning_format is not None}
+
+
+def _kinds(frontend: Frontend) -> list[str]:
+    """The kinds of media that requests may have."""
+    media = frontend.config.media
+    return [] if media is None else [kind for kind, count in media.max_items.items() if count]
 
 
 def _replica(state: ServedModel, replica: ReplicaInfo) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import {newConversation, nextRequest, titleOf} from "./chat_conversation.js";
 import {entries, importFile, saveAll, saveJson, saveMarkdown} from "./chat_list.js";
 import {panel} from "./chat_panels.js";
+import {choosePictures, pictures, readPicture} from "./chat_pictures.js";
 import {SettingsForm, WrongSetting} from "./chat_settings.js";
 import {Store, idOf} from "./chat_store.js";
 import {ask, newAnswer} from "./chat_stream.js";
@@ -24,6 +25,9 @@ const note = make("div", {id: "chat-note", role: "status"});
 const toEnd = button("↓ Newest", () => scrollToEnd(), {id: "chat-end", hidden: true});
 const box = make("textarea",
   {id: "chat-box", rows: 1, "aria-label": "Message", title: "Enter sends, Shift+Enter starts a new line"});
+const drafted = make("div", {id: "chat-pictures", hidden: true});
+const addButton = button("+", async () => addPictures(await choosePictures()),
+  {id: "chat-add", hidden: true, title: "Add pictures; they can also be dropped here, or pasted", "aria-label": "Add pictures"});
 const sendButton = make("button", {class: "primary"}, "Send");
 const stopButton = button("Stop", () => stop(), {hidden: true, class: "primary"});
 const title = make("input",
@@ -34,7 +38,7 @@ const context = make("span", {id: "chat-context", class: "soft"});
 const list = make("ul", {id: "chat-entries"});
 const settings = new SettingsForm(() => current, () => keep());
 const composer = make("form", {id: "composer", onsubmit: event => { event.preventDefault(); send(); }},
-  box, make("div", {class: "send"}, stopButton, sendButton));
+  addButton, box, make("div", {class: "send"}, stopButton, sendButton));
 const listPanel = panel("chat-list", "Conversations",
   button("New conversation", () => open(newConversation(current.settings, current.mode)), {class: "primary"}), list,
   make("div", {class: "panel-foot"}, button("Import", () => importAll()),
@@ -47,7 +51,7 @@ const settingsPanel = panel("chat-settings", "Settings",
     button("Export as JSON", () => saveJson(current)), button("Export as Markdown", () => saveMarkdown(current))));
 $("chat").append(listPanel.dialog, make("section", {id: "chat-room"},
   make("div", {id: "chat-bar"}, listPanel.toggle, title, context, settingsPanel.toggle),
-  make("div", {id: "chat-scroll"}, log, toEnd), note, composer), settingsPanel.dialog);
+  make("div", {id: "chat-scroll"}, log, toEnd), note, drafted, composer), settingsPanel.dialog);
 
 // --- Showing ---
 
@@ -81,6 +85,7 @@ function drawControls() {
   sendButton.hidden = run !== undefined;
   stopButton.hidden = run === undefined;
   $("chat").dataset.mode = mode.value = current.mode;
+  addButton.hidden = !takesPictures();
   box.placeholder = current.mode === "chat" ? "Message" : "Text to continue";
   if (document.activeElement !== title) title.value = current.title;
   const usage = current.turns.findLast(turn => turn.usage)?.usage, most = server.max_model_len?.toLocaleString("en");
@@ -122,6 +127,7 @@ function open(conversation) {
   current = conversation;
   box.value = current.draft ?? "";
   fit();
+  drawDrafted();
   settings.show();
   draw();
   listPanel.closeSheet();
@@ -160,6 +166,37 @@ async function importAll() {
     listPanel.closeSheet();
     say(error.message);
   }
+}
+
+// --- Pictures ---
+
+const takesPictures = () => current.mode === "chat" && (server.media?.kinds ?? []).includes("image");
+
+function drawDrafted() {
+  const shown = (current.pictures ?? []).filter(Boolean);
+  drafted.hidden = !shown.length;
+  drafted.replaceChildren(pictures(shown, at => {
+    current.pictures = shown.toSpliced(at, 1);
+    drawDrafted();
+    focusBox();
+  }));
+}
+
+async function addPictures(files) {
+  if (!files.length) return;
+  if (!takesPictures()) return say(current.mode === "chat" ? "This model takes no pictures." : "Completions take no pictures.");
+  const conversation = current, problems = [];
+  for (const file of files) {
+    try {
+      conversation.pictures = [...(conversation.pictures ?? []).filter(Boolean), await readPicture(file)];
+    } catch (error) {
+      problems.push(error.message);
+    }
+  }
+  if (problems.length) say(problems.join(" "));
+  if (conversation !== current) return;
+  drawDrafted();
+  focusBox();
 }
 
 // --- Turns ---
@@ -248,14 +285,16 @@ const actions = {
 };
 
 function send() {
-  const text = box.value;
-  if (!text.trim()) return box.focus();
+  const text = box.value, sent = takesPictures() ? (current.pictures ?? []).filter(Boolean) : [];
+  if (!text.trim() && !sent.length) return box.focus();
   tryAnswer(() => {
-    current.turns = [...current.turns, {role: "user", content: text}];
+    current.turns = [...current.turns, {role: "user", content: text, ...(sent.length ? {pictures: sent} : {})}];
     nextRequest(current);
-    current.title ||= titleOf(text);
+    current.title ||= titleOf(text) || "Picture";
     current.draft = box.value = "";
+    if (sent.length) current.pictures = [];
     fit();
+    drawDrafted();
   });
 }
 
@@ -279,6 +318,25 @@ box.addEventListener("keydown", event => {
   if (!isEnter(event)) return;
   event.preventDefault();
   send();
+});
+box.addEventListener("paste", event => {
+  const {files} = event.clipboardData;
+  if (!files.length) return;
+  event.preventDefault();
+  addPictures([...files]);
+});
+const room = $("chat-room"), hasFiles = event => event.dataTransfer?.types.includes("Files");
+room.addEventListener("dragover", event => {
+  if (!hasFiles(event)) return;
+  event.preventDefault();
+  room.classList.toggle("dropping", takesPictures());
+});
+room.addEventListener("dragleave", event => room.contains(event.relatedTarget) || room.classList.remove("dropping"));
+room.addEventListener("drop", event => {
+  if (!hasFiles(event)) return;
+  event.preventDefault();
+  room.classList.remove("dropping");
+  addPictures([...event.dataTransfer.files]);
 });
 $("chat").addEventListener("keydown", event => {
   if (event.key === "Escape" && !event.target.closest("dialog:modal")) stop();
@@ -322,7 +380,8 @@ export function show() {
 
 // The server's state, once a second.
 export function take(state) {
-  const isNew = server.max_model_len !== state.max_model_len || server.model !== state.model;
+  const kinds = each => each.media?.kinds.join() ?? "";
+  const isNew = ["max_model_len", "model"].some(name => server[name] !== state[name]) || kinds(server) !== kinds(state);
   server = state;
   if (!isNew) return;
   const {tools = true, reasoning = true} = state.capabilities ?? {};

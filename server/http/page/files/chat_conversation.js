@@ -1,7 +1,8 @@
 // Conversations as data: what the server is asked, and what is exported and imported.
 //
-// {id, title, created, changed, mode: "chat" | "text", settings: {name: text}, draft, turns}. A turn is {role, content} of
-// the user (or another role of an imported one), or an answer: see newAnswer() in chat_stream.js.
+// {id, title, created, changed, mode: "chat" | "text", settings: {name: text}, draft, pictures, turns}; `pictures` are
+// those of the draft. A turn is {role, content, pictures} of the user (or another role of an imported one), or an answer:
+// see newAnswer() in chat_stream.js. Pictures are data URLs, or null where the browser's storage has not kept them.
 
 import {newAnswer} from "./chat_stream.js";
 import {parameters, settingsOf} from "./chat_settings.js";
@@ -10,7 +11,7 @@ const TITLE_CHARACTERS = 60;
 
 export function newConversation(settings = {}, mode = "chat") {
   const now = Date.now(), id = `${now.toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
-  return {id, title: "", created: now, changed: now, mode, settings: {...settings}, draft: "", turns: []};
+  return {id, title: "", created: now, changed: now, mode, settings: {...settings}, draft: "", pictures: [], turns: []};
 }
 
 export const titleOf = text => {
@@ -36,6 +37,13 @@ const isUnanswered = ([message, ...answers]) => message.role === "user" && answe
 // Whether this turn is an answer without which later requests leave its message out, too.
 export const leavesOut = (turns, turn) => isUnanswered(exchanges(turns).find(each => each.includes(turn)));
 
+// The content of a message; pictures that are lost are left out.
+function contentOf({content, pictures = []}) {
+  const images = pictures.filter(Boolean).map(url => ({type: "image_url", image_url: {url}}));
+  if (!images.length) return content;
+  return content ? [...images, {type: "text", text: content}] : images;
+}
+
 // The messages of a chat. Answers without text or calls are left out, and so are messages with only such answers,
 // except the last one: many chat templates refuse two messages of the user in a row.
 function messages({settings, turns}) {
@@ -43,7 +51,7 @@ function messages({settings, turns}) {
   const sent = exchanges(turns).filter((each, at, all) => at === all.length - 1 || !isUnanswered(each)).flat();
   for (const turn of sent) {
     if (turn.role !== "assistant") {
-      found.push({role: turn.role, content: turn.content});
+      found.push({role: turn.role, content: contentOf(turn)});
       continue;
     }
     if (isEmpty(turn)) continue;
@@ -89,12 +97,17 @@ function textOf(content, where) {
   if (typeof content === "string") return content;
   if (Array.isArray(content) && content.every(part => part?.type === "text" && typeof part.text === "string"))
     return content.map(part => part.text).join("\n");
-  throw new Error(`${where}.content: only text can be imported`);
+  throw new Error(`${where}.content: only text can be imported, and in messages of the user pictures as data URLs`);
 }
+
+const urlOf = part => part?.type === "image_url" ? part.image_url?.url ?? part.image_url : undefined;
+const isPicture = part => /^data:image\//.test(urlOf(part));
 
 function addMessage(turns, message, where, isJson) {
   if (typeof message?.role !== "string") throw new Error(`${where}.role is missing`);
-  const content = textOf(message.content, where);
+  const parts = message.role === "user" && Array.isArray(message.content) ? message.content : [];
+  const pictures = parts.filter(isPicture).map(urlOf);
+  const content = textOf(pictures.length ? parts.filter(part => !isPicture(part)) : message.content, where);
   if (message.role === "assistant") {
     const reasoning = textOf(message.reasoning_content ?? message.reasoning, where);
     const calls = (message.tool_calls ?? []).map(call => {
@@ -108,7 +121,7 @@ function addMessage(turns, message, where, isJson) {
     if (!call) throw new Error(`${where}: there is no call ${JSON.stringify(message.tool_call_id)} before its result`);
     call.result = content;
   } else {
-    turns.push({role: message.role, content});
+    turns.push({role: message.role, content, ...(pictures.length ? {pictures} : {})});
   }
 }
 
@@ -144,6 +157,7 @@ export function asMarkdown({title, settings, turns}) {
   for (const turn of turns) {
     parts.push(`## ${turn.role[0].toUpperCase()}${turn.role.slice(1)}`);
     if (turn.reasoning) parts.push(`<details><summary>Reasoning</summary>\n\n${turn.reasoning}\n\n</details>`);
+    if (turn.pictures?.length) parts.push(`*${turn.pictures.length === 1 ? "1 picture" : `${turn.pictures.length} pictures`}*`);
     if (turn.content) parts.push(turn.isJson ? fenced(turn.content, "json") : turn.content);
     for (const call of turn.calls ?? []) {
       parts.push(`Call of \`${call.name}\`:`, fenced(call.arguments, "json"));

@@ -5,8 +5,10 @@ const PREFIX = "quire-chat:";
 // The id of the conversation with this key; null for null, which stands for all keys; undefined for other keys.
 export const idOf = key => key === null ? null : key.startsWith(PREFIX) ? key.slice(PREFIX.length) : undefined;
 
-// What is not stored: log-probabilities, a hundred times as long as their text.
-const stored = conversation => JSON.stringify(conversation, (name, value) => name === "scored" ? [] : value);
+// What is not stored: log-probabilities, a hundred times as long as their text, and pictures: a few would be all that
+// browsers keep for a page.
+const stored = conversation => JSON.stringify(conversation,
+  (name, value) => name === "scored" ? [] : name === "pictures" ? value.map(() => null) : value);
 
 function parsed(text) {
   try {

@@ -1,6 +1,7 @@
 // The turns of a conversation as elements. What one can do with a turn is in `actions`: see chat.js.
 
 import {leavesOut, pendingCalls} from "./chat_conversation.js";
+import {pictures} from "./chat_pictures.js";
 import {GrowingTokens} from "./chat_tokens.js";
 import {make, short, time} from "./dom.js";
 import {GrowingMarkdown, codeBlock, copy} from "./markdown.js";
@@ -12,9 +13,10 @@ const ENDS = {length: "cut: the token limit is reached", stopped: "stopped", too
 
 // A message of the user.
 function message(turn, actions) {
-  const text = make("div", {class: "text"}, turn.content);
+  const text = turn.content ? [make("div", {class: "text"}, turn.content)] : [];
+  const seen = turn.pictures?.length ? [pictures(turn.pictures)] : [];
   const head = make("h3", {class: turn.role === "user" ? "unseen" : ""}, turn.role);
-  const article = make("article", {class: "turn user"}, head, text, make("footer", {},
+  const article = make("article", {class: "turn user"}, head, ...seen, ...text, make("footer", {},
     button("Edit", () => edit(article, turn, actions)), button("Copy", event => copy(turn.content, event.target)),
     button("Delete", () => actions.remove(turn))));
   return article;
@@ -28,7 +30,7 @@ function edit(article, turn, actions) {
     article.classList.remove("editing");
     article.querySelector("button").focus();
   };
-  const send = () => area.value.trim() && actions.resend(turn, area.value);
+  const send = () => (area.value.trim() || turn.pictures?.some(Boolean)) && actions.resend(turn, area.value);
   area.addEventListener("keydown", event => {
     if (event.key === "Escape") {
       event.stopPropagation();

@@ -42,7 +42,8 @@ function say(status, kind, reason) {
 
 function take(state) {
   fill("model", state.model);
-  say(state.status, {ready: "good", draining: "warn"}[state.status] ?? "bad", state.status === "ready" ? null : state.reason);
+  const kind = {ready: "good", draining: "warn"}[state.status] ?? "bad";
+  say(state.status, kind, state.status === "ready" ? state.media?.problem : state.reason);
   document.title = `${state.status === "ready" ? "" : `${state.status}: `}${state.model} · Quire`;
   const role = state.role ? ` · ${state.role} key` : "";
   fill("about", `version ${state.version} · up ${duration(Math.max(0, state.time - state.created))}${role}`);

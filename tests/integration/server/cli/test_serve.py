@@ -34,32 +34,34 @@ from tests.fakes.api_server import TLS
 from tests.fakes.tokenizers import write_slow_files
 
 FLAGS = """
---access-log --admin-key --all2all-backend --allow-credentials --allowed-headers --allowed-methods --allowed-origins
---api-key --api-key-file --api-server-count --attention-backend --auto --block-size --chat-template
---client-body-timeout --client-header-timeout --cluster-timeout-seconds --cluster-token --cluster-token-file --config
---cuda-graph-sizes --data-parallel-address --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local
---data-parallel-start-rank --default-chat-template-kwargs --device --disable-access-log-for-endpoints
---disable-custom-all-reduce --distributed-executor-backend --distributed-timeout-seconds --download-dir --dtype
---enable-chunked-prefill --enable-eplb --enable-expert-parallel --enable-force-include-usage
---enable-per-request-metrics --enable-prefix-caching --enforce-eager --eplb-step-interval --expert-placement-strategy
---fair-share --fair-share-weights --generation-config --gpu-memory-utilization --headless --help --hf-overrides --host
---itl-target-ms --keep-billing-header --kv-cache-dtype --kv-cache-memory-bytes --load-format --log-config-file
---log-format --log-level --log-prompts --long-prefill-token-threshold --master-addr --master-port --max-body-mib
---max-connections-per-client --max-log-len --max-logprobs --max-model-len --max-num-batched-tokens
---max-num-partial-prefills --max-num-seqs --max-queue --max-restarts --metrics-key --model-impl --nnodes --no-access-log
---no-allow-credentials --no-auto --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-eplb
---no-enable-expert-parallel --no-enable-force-include-usage --no-enable-per-request-metrics --no-enable-prefix-caching
---no-enforce-eager --no-headless --no-keep-billing-header --no-log-prompts --no-public-metrics --no-restart
---no-return-tokens-as-token-ids --no-strict-parameters --no-takeover --no-trust-remote-code
---no-trust-request-chat-template --no-trust-weights --no-ui --no-vllm-metrics --node-rank --num-redundant-experts
---optimize --otlp-traces-endpoint --override-generation-config --packed-cache --pipeline-layer-partition
---pipeline-parallel-size --port --public-metrics --quantization --reasoning-parser --request-timeout --restart
---return-tokens-as-token-ids --revision --root-path --runner --scheduling-policy --seed --served-model-name
---shutdown-timeout --spec-method --spec-model --spec-tokens --speculative-config --ssl-ca-certs --ssl-cert-reqs
---ssl-certfile --ssl-keyfile --strict-parameters --structured-outputs-fallback --takeover --tensor-parallel-size
---timeout-keep-alive --tokenizer --tool-call-parser --torch-profiler-dir --trust-remote-code
---trust-request-chat-template --trust-weights --uds --ui --vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr
--h -pp -q -sc -tp
+--access-log --admin-key --all2all-backend --allow-credentials --allowed-headers --allowed-local-media-path
+--allowed-media-domains --allowed-media-networks --allowed-methods --allowed-origins --api-key --api-key-file
+--api-server-count --attention-backend --auto --block-size --chat-template --client-body-timeout --client-header-timeout
+--cluster-timeout-seconds --cluster-token --cluster-token-file --config --cuda-graph-sizes --data-parallel-address
+--data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
+--default-chat-template-kwargs --device --disable-access-log-for-endpoints --disable-custom-all-reduce
+--distributed-executor-backend --distributed-timeout-seconds --download-dir --dtype --enable-chunked-prefill
+--enable-eplb --enable-expert-parallel --enable-force-include-usage --enable-per-request-metrics --enable-prefix-caching
+--encoder-cache-size --enforce-eager --eplb-step-interval --expert-placement-strategy --fair-share --fair-share-weights
+--generation-config --gpu-memory-utilization --headless --help --hf-overrides --host --itl-target-ms
+--keep-billing-header --kv-cache-dtype --kv-cache-memory-bytes --language-model-only --limit-mm-per-prompt --load-format
+--log-config-file --log-format --log-level --log-prompts --long-prefill-token-threshold --master-addr --master-port
+--max-body-mib --max-connections-per-client --max-log-len --max-logprobs --max-media-bytes --max-model-len
+--max-num-batched-tokens --max-num-partial-prefills --max-num-seqs --max-queue --max-restarts --media-fetch
+--media-fetch-timeout --media-io-kwargs --metrics-key --mm-processor-cache-gb --mm-processor-kwargs --model-impl
+--nnodes --no-access-log --no-allow-credentials --no-auto --no-disable-custom-all-reduce --no-enable-chunked-prefill
+--no-enable-eplb --no-enable-expert-parallel --no-enable-force-include-usage --no-enable-per-request-metrics
+--no-enable-prefix-caching --no-enforce-eager --no-headless --no-keep-billing-header --no-language-model-only
+--no-log-prompts --no-media-fetch --no-public-metrics --no-restart --no-return-tokens-as-token-ids
+--no-strict-parameters --no-takeover --no-trust-remote-code --no-trust-request-chat-template --no-trust-weights --no-ui
+--no-vllm-metrics --node-rank --num-redundant-experts --optimize --otlp-traces-endpoint --override-generation-config
+--packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --public-metrics --quantization
+--reasoning-parser --request-timeout --restart --return-tokens-as-token-ids --revision --root-path --runner
+--scheduling-policy --seed --served-model-name --shutdown-timeout --spec-method --spec-model --spec-tokens
+--speculative-config --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --strict-parameters
+--structured-outputs-fallback --takeover --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser
+--torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui --vllm-metrics
+--watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
 """
 
 RUN = """
@@ -105,8 +107,10 @@ CLIENT_FLAGS = {
 --calibration --download-dir --group-size --help --ignore --method --revision --scheme -h
 """,
     "run-batch": """
---api-key --chat-template --default-chat-template-kwargs --disable-tqdm --input-file --keep-billing-header --log-level
---max-concurrency --model --no-disable-tqdm --no-keep-billing-header --no-strict-parameters
+--allowed-local-media-path --allowed-media-domains --allowed-media-networks --api-key --chat-template
+--default-chat-template-kwargs --disable-tqdm --input-file --keep-billing-header --log-level --max-concurrency
+--max-media-bytes --media-fetch --media-fetch-timeout --media-io-kwargs --mm-processor-cache-gb --mm-processor-kwargs
+--model --no-disable-tqdm --no-keep-billing-header --no-media-fetch --no-strict-parameters
 --no-trust-request-chat-template --output-file --reasoning-parser --served-model-name --strict-parameters
 --structured-outputs-fallback --tool-call-parser --trust-request-chat-template --url -i -o
 """,

@@ -423,7 +423,7 @@ def test_what_llm_takes_in_vllm_is_taken_or_refused_by_name(caplog: pytest.LogCa
         task="generate",
         cpu_offload_gb=0,
         enable_lora=False,
-        limit_mm_per_prompt={"image": 1},
+        skip_mm_profiling=True,
         compilation_config={"level": 3},
         max_seq_len_to_capture=8192,
         skip_tokenizer_init=False,
@@ -437,9 +437,10 @@ def test_what_llm_takes_in_vllm_is_taken_or_refused_by_name(caplog: pytest.LogCa
     )
     assert args.options == EngineOptions(model="some/model", runner="generate", dtype="float16")
     assert {record.getMessage().split()[0] for record in caplog.records} == {
-        *("--swap-space", "--disable-log-stats", "--limit-mm-per-prompt", "--compilation-config"),
-        *("--max-seq-len-to-capture", "--disable-async-output-proc", "--allowed-media-domains"),
+        *("--swap-space", "--disable-log-stats", "--skip-mm-profiling", "--compilation-config"),
+        *("--max-seq-len-to-capture", "--disable-async-output-proc"),
     }
+    assert args.server_options.allowed_media_domains == ("example.org",)
 
 
 @pytest.mark.parametrize(
