@@ -35,6 +35,8 @@ class Answer:
     embeddings: list[list[float]] = field(default_factory=list)
     usage: list[tuple[int, int]] = field(default_factory=list)
     """Tokens of prompt and output, each time they are sent."""
+    refusals: list[str] = field(default_factory=list)
+    """Why the request is invalid."""
     num_ends: int = 0
     """Number of ends that the stream has reported."""
 
@@ -47,6 +49,8 @@ class Answer:
         if payload is None:
             self.num_ends += 1
             return
+        if "error" in payload:
+            self.refusals.append(payload["error"]["message"])
         self.embeddings += [item["embedding"] for item in payload.get("data", ())]
         if usage := payload.get("usage"):
             self.usage.append((usage["prompt_tokens"], usage.get("completion_tokens", 0)))
@@ -77,6 +81,7 @@ class Answer:
                 is_right
                 and self.choices.keys() == expected.choices.keys()
                 and (self.num_ends, self.usage) == (expected.num_ends, expected.usage)
+                and self.refusals == expected.refusals
                 and len(self.embeddings) == len(expected.embeddings)
                 and all(map(_are_close, self.embeddings, expected.embeddings))
             )

@@ -35,7 +35,8 @@ class Pace:
 async def events(
     address: tuple[str, int], path: str, body: dict[str, Any], pace: Pace, on_connect: Callable[[int], None]
 ) -> AsyncGenerator[dict[str, Any] | None]:
-    """Yield the payloads of an event stream, then None for each `[DONE]`; or the one payload of a JSON answer.
+    """Yield the payloads of an event stream, then None for each `[DONE]`; or the one payload of a JSON answer, also of
+    one with status 400.
 
     `on_connect` gets the local port. Raises `Refused` and `Broken`.
     """
@@ -85,6 +86,9 @@ async def _exchange(
             break
     if status == 503:
         raise Refused(unread.decode()[:500])
+    if status == 400:
+        yield json.loads(unread)
+        return
     if status != 200 or (is_stream and unread):
         raise Broken(f"{status}: {unread.decode()[:500]}")
     if not is_stream:

@@ -399,6 +399,14 @@ FAULTS: dict[str, Callable[[Attack], None]] = {
     "kill fork server": _kill("fork-server"),
     "full shm": _fill(lambda system: system.shm, "quire-rank"),
     "kill cores": _kill_all("quire-core"),
+    "kill media": _kill("quire-media"),
+    "stop media": _stop("quire-media"),
+    "kill media twice": _kill_twice("quire-media"),
+    "kill decoder": _kill("quire-decoder"),
+    "kill decoders": _kill_all("quire-decoder"),
+    "kill fetcher": _kill("quire-fetcher"),
+    "kill core and media": _kill_all("quire-core", "quire-media"),
+    "kill api and media": _kill_all("quire-api", "quire-media"),
     "cut": _cut(0.3, 3.0),
     "long cut": _cut(6.0, 9.0),
     "slow cable": _slow_down,
@@ -408,6 +416,7 @@ FAULTS: dict[str, Callable[[Attack], None]] = {
 }
 _OF_RANKS = {"kill rank", "stop rank", "pause rank", "slow rank", "kill fork server", "full shm"}
 _OF_REPLICAS = {"kill cores"}
+_OF_MEDIA = {name for name in FAULTS if name.endswith(("media", "media twice", "decoder", "decoders", "fetcher"))}
 _OF_HOSTS = {"cut", "long cut", "slow cable", "lose host", "leave"}
 
 
@@ -416,6 +425,7 @@ def applicable(system: System) -> tuple[list[str], list[str]]:
     flags, missing = system.layout.flags, []
     left_out = set() if {"-tp", "-pp"} & {*flags} else set(_OF_RANKS)
     left_out |= set() if "-dp" in flags else _OF_REPLICAS
+    left_out |= {"full shm"} if system.layout.sees else _OF_MEDIA
     left_out |= {"memory"} if system.hosts else _OF_HOSTS
     left_out |= set() if "-dp" in flags else {"leave"}
     left_out |= set() if _can_resize(system.layout) else {"resize"}

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from tests.chaos.answers import Answer
 from tests.chaos.client import Broken, Pace, Refused, events
+from tests.chaos.pictures import Site, fresh
 from tests.fakes.namespaces import Host
 
 End = Literal["right", "wrong", "duplicated", "lost", "cut", "hung", "refused"]
@@ -44,6 +45,43 @@ class Request:
     pace: Pace = field(default_factory=Pace)
     leaves_after: int | None = None
     """Chunks after which the client leaves."""
+    has_new_pictures: bool = False
+    """Whether its pictures are files that the server has not seen, with the same pixels."""
+
+    def content(self) -> dict[str, Any]:
+        """The body to send."""
+        return fresh(self.body) if self.has_new_pictures else self.body
+
+
+def picture_requests(site: Site) -> list[Request]:
+    """Questions about pictures: known, new, fetched, broken and huge ones; and texts beside them."""
+    greedy, sampled = {"temperature": 0, "ignore_eos": True}, {"temperature": 1.0, "seed": 7, "ignore_eos": True}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    made: list[Request] = []
+
+    def add(name: str, parts: Sequence[str], body: dict[str, Any], max_tokens: int = 64, **client: Any) -> None:
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in parts]
+        content = [*images[:1], {"type": "text", "text": f"What is this? ({len(made)})"}, *images[1:]]
+        whole = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens, "return_token_ids": True}
+        made.append(Request(name, "/v1/chat/completions", {"model": "quire-demo", **whole, **body}, **client))
+
+    small, large = site.data_url(1, 120, 90), site.data_url(2, 400, 300)
+    for how, sampling in (("greedy", greedy), ("sampled", sampled)):
+        add(f"{how} known stream", [small], {**stream, **sampling}, 150)
+        add(f"{how} known, new question", [large, small], sampling)
+        add(f"{how} new", [large], sampling, has_new_pictures=True)
+        add(f"{how} new stream", [small, small], {**stream, **sampling}, 100, has_new_pictures=True)
+        add(f"{how} fetched stream", [site.url(3, 200, 200)], {**stream, **sampling}, has_new_pictures=True)
+        add(f"{how} left", [large], {**stream, **sampling}, 150, has_new_pictures=True, leaves_after=20)
+        add(f"{how} text stream", [], {**stream, **sampling}, 200)
+        add(f"{how} text", [], sampling)
+    add("huge", [site.data_url(4, 2500, 2000)], greedy, 16, has_new_pictures=True)
+    add("too huge", [site.bomb()], greedy, has_new_pictures=True)
+    add("broken", [site.data_url(5, 200, 100, cut=True)], greedy)
+    add("no picture", ["data:image/png;base64,AAAA"], greedy)
+    add("missing", [site.missing()], greedy)
+    add("slow reader", [small], {**stream, **greedy}, 150, pace=Pace(2048, 0.05), has_new_pictures=True)
+    return made
 
 
 def requests(*, embeds: bool) -> list[Request]:
@@ -130,7 +168,9 @@ async def send(address: tuple[str, int], record: Record) -> bool:
     def on_connect(port: int) -> None:
         record.port = port
 
-    async with contextlib.aclosing(events(address, request.path, request.body, request.pace, on_connect)) as payloads:
+    async with contextlib.aclosing(
+        events(address, request.path, request.content(), request.pace, on_connect)
+    ) as payloads:
         async for payload in payloads:
             record.answer.add(payload)
             if not record.num_tokens or record.answer.num_tokens > record.num_tokens[-1]:

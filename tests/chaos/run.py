@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from tests.chaos.faults import FAULTS, LEAST_SHARE, Attack, applicable, describe_shares, schedule
-from tests.chaos.load import HUNG_SECONDS, Load, Record, requests
+from tests.chaos.load import HUNG_SECONDS, Load, Record, picture_requests, requests
+from tests.chaos.pictures import Site
 from tests.chaos.system import Layout, System, system
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
@@ -103,14 +104,13 @@ def run(
         say(f"{layout.name} {time.monotonic() - report.begun:6.1f} s  {line}")
 
     told(f"seed {seed}")
-    with system(layout) as attacked:
+    with system(layout) as attacked, Site() as site:
         try:
             attacked.start()
             names, report.left_out = applicable(attacked)
             chosen = [name for name in names if not only or name in only]
-            load = Load(
-                attacked.address, requests(embeds=layout.embeds), clients=clients, seed=seed, host=attacked.host
-            )
+            catalogue = picture_requests(site) if layout.sees else requests(embeds=layout.embeds)
+            load = Load(attacked.address, catalogue, clients=clients, seed=seed, host=attacked.host)
             load.measure()
             report.records = load.records
             told(f"{len(load.expected)} answers known; faults: {', '.join(chosen)}")

@@ -30,7 +30,10 @@ START_SECONDS = 180.0
 _EXIT_SECONDS = 60.0
 _MARK = "QUIRE_CHAOS"
 """Environment variable of all processes of a server."""
-_TMP_MIB, _SHM_MIB = 16, 256
+_TMP_MIB, _SHM_MIB, _SHM_MIB_WITH_PICTURES = 16, 256, 1152
+"""The last one is what the media process wants; little of it is used."""
+_PIXELS = ("--mm-processor-kwargs", '{"max_pixels": 12544}')
+"""At most 16 tokens for a picture."""
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 """The folder of cgroup version 1."""
 _PREPARE = 'echo $$ > "$1"; mount --bind "$2" /dev/shm && shift 2 && exec "$@"'
@@ -57,6 +60,7 @@ class Layout:
     """The flag by which all hosts are told the address of the first."""
     has_experts: bool = False
     embeds: bool = False
+    sees: bool = False
 
 
 LAYOUTS = {
@@ -91,6 +95,11 @@ LAYOUTS = {
             ("-pp", "2", "-dp", "2", "--nnodes", "4", "--cluster-timeout-seconds", "5"),
             tuple(("--node-rank", str(node), "--headless") for node in (1, 2, 3)),
             "--master-addr",
+        ),
+        Layout(
+            "pictures",
+            ("-tp", "2", "--api-server-count", "2", "--allowed-media-networks", "127.0.0.0/8", *_PIXELS),
+            sees=True,
         ),
         Layout("embeddings", ("--runner", "pooling", "-dp", "2"), embeds=True),
     )
@@ -274,13 +283,19 @@ def system(layout: Layout) -> Iterator[System]:
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # the path must be short, for Unix sockets
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
-        for name, size in (("tmp", _TMP_MIB), ("shm", _SHM_MIB)):
+        for name, size in (("tmp", _TMP_MIB), ("shm", _SHM_MIB_WITH_PICTURES if layout.sees else _SHM_MIB)):
             (folder / name).mkdir()
             subprocess.run(
                 ["mount", "-t", "tmpfs", "-o", f"size={size}m,mode=1777", "chaos", folder / name], check=True
             )
             stack.callback(subprocess.check_call, ["umount", "--lazy", folder / name])
-        model = _write_experts(folder / "model") if layout.has_experts else DEMO_MODEL
+        model = DEMO_MODEL
+        if layout.has_experts:
+            model = _write_experts(folder / "model")
+        elif layout.sees:
+            from tests.fakes.vision import write_qwen2_vl  # transformers takes seconds
+
+            model = write_qwen2_vl(folder / "model")
         hosts = stack.enter_context(switched_hosts(1 + len(layout.others))) if layout.others else []
         group = None if hosts else stack.enter_context(_memory_group(folder.name))  # hosts do not see the groups
         started = System(layout, model, folder, hosts, group)
