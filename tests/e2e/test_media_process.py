@@ -105,7 +105,7 @@ def test_a_media_process_that_dies_or_hangs_is_replaced(server: Server, number: 
         assert "retry-after" in failed.headers
     until(lambda: health(server) == {"status": "ok"})
     assert ask(server, green, text).json()["choices"] == first
-    assert not any(each.is_running() for each in children)
+    until(lambda: not any(each.is_running() for each in children))
 
 
 def test_decoding_holds_up_nobody_else(server: Server) -> None:
