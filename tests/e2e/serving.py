@@ -32,7 +32,9 @@ class Server:
 
     def named(self, name: str) -> psutil.Process:
         """One of its processes: quire-core, quire-rank-0, …"""
-        (process,) = (process for process in self.family() if process.name() == name)
+        named = [process for process in self.family() if process.name() == name]
+        # What a process starts is a copy of it at first, with its name.
+        (process,) = (process for process in named if process.ppid() not in {each.pid for each in named})
         return process
 
 
