@@ -237,6 +237,7 @@ class BodyRoute(APIRoute):
                     try:
                         return await handle(body)
                     except Exception:
+                        # Names of files that are left stand in other fields, so this error may be about the names.
                         if (files := CUT_FILES.get()) is None or files.all_read:
                             raise
                     CUT_FILES.set(None)
