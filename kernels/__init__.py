@@ -90,6 +90,7 @@ __all__ = [
     "select_blocks",
     "select_tokens",
     "selective_scan",
+    "sequence_kv",
     "sparse_attention",
     "uniform_noise",
     "widens_weights",
@@ -107,6 +108,7 @@ read_kv = by_device(reference.read_kv)
 act_mul = by_device(reference.act_mul)
 activate = by_device(reference.activate)
 attention = by_device(reference.attention)
+sequence_kv = by_device(reference.sequence_kv)
 causal_conv = by_device(reference.causal_conv)
 linear_attention = by_device(reference.linear_attention)
 selective_scan = by_device(reference.selective_scan)

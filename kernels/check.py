@@ -153,3 +153,5 @@ def _examples(inputs: Inputs, config: AttentionConfig, formats: Collection[Quant
         inner = hidden if form.rounds_inputs else -(-64 // group) * group
         yield from examples.quantized_matmuls(inputs, form, (3,), hidden, features=70)
         yield from examples.quantized_experts(inputs, form, (3,), (2, 1, hidden, inner))
+    yield examples.activation(inputs, 3, 100, "quick_gelu", gated=False)
+    yield from examples.sequences(inputs, (70, 1, 19, 110), heads, rotary_dim=16)

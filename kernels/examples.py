@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,8 +98,9 @@ def norms(inputs: Inputs, tokens: int, hidden: int) -> Iterator[Example]:
     yield _example("add_rms_norm", f"{tokens} × {hidden}", x, residual, weight, 1e-6, 1.0)
 
 
-def activation(inputs: Inputs, tokens: int, inner: int, name: str) -> Example:
-    return _example("act_mul", f"{tokens} × {inner}, {name}", inputs.normal(tokens, 2 * inner), name)
+def activation(inputs: Inputs, tokens: int, inner: int, name: str, *, gated: bool = True) -> Example:
+    x = inputs.normal(tokens, inner * (1 + gated))
+    return _example("act_mul" if gated else "activate", f"{tokens} × {inner}, {name}", x, name)
 
 
 def cache_write(
@@ -186,6 +188,31 @@ def attention(
 
     kind = f"{str(cache_dtype or inputs.dtype)[6:]} cache"
     return Example("paged_attention", f"{len(requests)} requests, {kind}, {layer}", call)
+
+
+def sequences(
+    inputs: Inputs, lengths: Sequence[int], heads: tuple[int, int, int], rotary_dim: int
+) -> Iterator[Example]:
+    """Attention without a cache, at once and by slices of the rows, some of which end inside sequences. `heads` are
+    query heads, KV heads and the head size."""
+    (query_heads, kv_heads, head_dim), tokens = heads, sum(lengths)
+    query, key, value = inputs.normal(tokens, query_heads + 2 * kv_heads, head_dim).split_with_sizes(
+        [query_heads, kv_heads, kv_heads], dim=1
+    )
+    angles = inputs.normal(tokens, rotary_dim // 2, dtype=torch.float32)
+    cos_sin, starts = torch.cat((angles.cos(), angles.sin()), dim=1), inputs.tensor(0, *lengths).cumsum(0)
+    named, scale = f"sequences of {[*lengths]}, heads {heads}", head_dim**-0.5
+    yield _example("attention", named, query, key, value, starts, scale)
+    yield _example("attention", f"{named}, rotary", query, key, value, starts, scale, cos_sin=cos_sin)
+    bounds = (0, tokens // 5, tokens // 5, tokens // 2, tokens)
+
+    def call(module: Any) -> Tensor:
+        kv = module.sequence_kv(query, starts, kv_heads, head_dim)
+        slices = [slice(*each) for each in pairwise(bounds)]
+        turned = [kv.write(query[each], key[each], value[each], each.start, cos_sin[each]) for each in slices]
+        return torch.cat([kv.attend(*each, scale) for each in zip(turned, bounds, strict=False)])
+
+    yield Example("sequence_kv", f"{named}, slices at {bounds}", call)
 
 
 def selection(

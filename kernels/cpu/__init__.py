@@ -15,8 +15,10 @@ from quire.kernels.quantized import VALUES
 __all__ = [
     "CannotBuild",
     "act_mul",
+    "activate",
     "add_rms_norm",
     "apply_bitmask",
+    "attention",
     "causal_conv",
     "coded_experts",
     "coded_linear",
@@ -43,6 +45,7 @@ __all__ = [
     "select_blocks",
     "select_tokens",
     "selective_scan",
+    "sequence_kv",
     "sparse_attention",
     "tiled_linear",
     "uniform_noise",
@@ -51,6 +54,8 @@ __all__ = [
 
 _LARGEST_BLOCK = 256
 """Tokens of a block whose score is computed in C++ (`kStepKeys`)."""
+_ENCODER_BLOCK = 64
+"""Tokens of a block in the cache of `attention`."""
 _operations = Operations()
 
 
@@ -203,6 +208,11 @@ def wkv(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, matrices: Tens
 
 def act_mul(x: Tensor, activation: str) -> Tensor:
     out: Tensor = _operations.act_mul(x, activation)
+    return out
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    out: Tensor = _operations.activate(x, activation)
     return out
 
 
@@ -380,6 +390,50 @@ def paged_attention(
     batch = query, cache, block_tables, sequence_lengths, query_starts
     out: Tensor = _operations.paged_attention(*batch, scale, window, softcap, sinks, slopes, biases, ends)
     return out
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    scale: float,
+    biases: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+) -> Tensor:
+    if biases is not None or len(starts) == 1:  # no sequences have no longest one
+        return reference.attention(query, key, value, starts, scale, biases, cos_sin)
+    kv = PagedSequenceKV(query, starts, *key.shape[1:])
+    return kv.attend(kv.write(query, key, value, 0, cos_sin), 0, scale)
+
+
+class PagedSequenceKV(reference.SequenceKV):
+    """Paged attention with a cache of its own, whose blocks begin with the sequences."""
+
+    def __init__(self, like: Tensor, starts: Tensor, kv_heads: int, head_dim: int) -> None:
+        self._starts, self._lengths = starts, starts.diff()
+        num_blocks = (self._lengths + _ENCODER_BLOCK - 1) // _ENCODER_BLOCK
+        first = num_blocks.cumsum(0) - num_blocks
+        offsets = (first * _ENCODER_BLOCK - starts[:-1]).repeat_interleave(self._lengths)
+        self._slots = torch.arange(len(offsets)) + offsets
+        self._cache = like.new_empty(2, int(num_blocks.sum()), kv_heads, _ENCODER_BLOCK, head_dim)
+        self._tables = first[:, None] + torch.arange(int(num_blocks.max()))
+        self._ends = self._lengths.repeat_interleave(self._lengths)
+
+    def write(self, query: Tensor, key: Tensor, value: Tensor, first: int, cos_sin: Tensor | None) -> Tensor:
+        cos_sin = torch.empty(len(query), 0) if cos_sin is None else cos_sin
+        return rotary_write_kv(query, key, value, cos_sin, self._cache, self._slots[first : first + len(query)])
+
+    def attend(self, query: Tensor, first: int, scale: float) -> Tensor:
+        end = first + len(query)
+        low, high = (self._starts[1:] <= first).sum(), (self._starts[:-1] < end).sum()
+        starts = (self._starts[low : high + 1] - first).clamp(0, len(query))
+        sequences = self._tables[low:high], self._lengths[low:high], starts
+        return paged_attention(query, self._cache, *sequences, scale, ends=self._ends[first:end])
+
+
+def sequence_kv(like: Tensor, starts: Tensor, kv_heads: int, head_dim: int) -> PagedSequenceKV:
+    return PagedSequenceKV(like, starts, kv_heads, head_dim)
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:

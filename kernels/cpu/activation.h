@@ -23,6 +23,9 @@ inline Floats gelu(Floats x) {
 // Gelu with 0.5 + 0.5 tanh(√(2/π) (x + 0.044715 x³)) for Φ: a logistic function of twice that.
 inline Floats gelu_tanh(Floats x) { return x / (1.0f + exp(x * (x * x * -0.0713548163f - 1.59576912f))); }
 
+// Gelu with the logistic function of 1.702 x for Φ.
+inline Floats quick_gelu(Floats x) { return x / (1.0f + exp(x * -1.702f)); }
+
 inline Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
 
 inline Floats relu(Floats x) { return x < 0.0f ? Floats{} : x; }

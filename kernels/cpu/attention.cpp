@@ -291,19 +291,19 @@ void score(const float* queries, int64_t head_dim, const KeyRange& range, int64_
   range.keys(first, keys);
   Floats sums[kChains][R] = {};
   const int64_t words = head_dim / Form::kPerWord, ahead = (kLanes * kLanes + words - 1) / words;
-  for (int64_t d = 0, next = first; d < words; d += kLanes, next += ahead) {
-    range.prefetch_keys(next, ahead);
+  for_vectors(words, [&](int64_t d, auto n) {
+    range.prefetch_keys(first + d / kLanes * ahead, ahead);
     Floats block[kLanes];
-    transpose([&](int i) { return Form::load(keys[i], d, AllLanes()); }, block);
+    transpose([&](int i) { return Form::load(keys[i], d, n); }, block);
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
+    for (int i = 0; i < n; ++i) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         Floats& sum = sums[i % kChains][r];
         sum = Form::add(sum, block[i], queries[r * words + d + i]);
       }
     }
-  }
+  });
   for (int r = 0; r < R; ++r) {
     store(scores + r * kDirectKeys, kChains == 1 ? sums[0][r] : sums[0][r] + sums[kChains - 1][r]);
   }
@@ -396,7 +396,7 @@ void for_form(const Problem& p, Body&& body) {
   for_kv_type(p.cache.scalar_type(), [&]<typename C>() {
 #ifdef __AVX512BF16__
     if constexpr (std::is_same_v<C, BFloat16>) {
-      if (p.head_dim % (2 * kLanes) == 0) return body.template operator()<Pairs, C>();
+      if (p.head_dim % 2 == 0) return body.template operator()<Pairs, C>();
     }
 #endif
     body.template operator()<Numbers, C>();

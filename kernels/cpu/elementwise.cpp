@@ -22,6 +22,35 @@ void for_gated(std::string_view name, Body&& body) {
   STD_TORCH_CHECK(false, "no CPU kernel for the activation ", name);
 }
 
+// Calls `body(f)` for the activation of that name without gates.
+template <typename Body>
+void for_activation(std::string_view name, Body&& body) {
+  if (name == "silu") return body([](Floats x) { return silu(x); });
+  if (name == "gelu") return body([](Floats x) { return gelu(x); });
+  if (name == "gelu_tanh") return body([](Floats x) { return gelu_tanh(x); });
+  if (name == "quick_gelu") return body([](Floats x) { return quick_gelu(x); });
+  if (name == "relu") return body([](Floats x) { return relu(x); });
+  if (name == "relu2") return body([](Floats x) { return relu2(x); });
+  STD_TORCH_CHECK(false, "no CPU kernel for the activation ", name);
+}
+
+Tensor activate(const Tensor& x, std::string_view activation) {
+  const Tensor numbers = as_contiguous(x);
+  Tensor out = empty(numbers.sizes(), numbers.scalar_type());
+  for_type(numbers.scalar_type(), [&]<typename T>() {
+    const T* from = numbers.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    for_activation(activation, [&](auto activated) {
+      // Pieces are whole vectors, so that a number's place in its vector does not depend on the threads.
+      parallel_for(0, vectors(numbers.numel()), kThreadElements / kLanes, [&](int64_t begin, int64_t end) {
+        const int64_t first = begin * kLanes, last = std::min<int64_t>(end * kLanes, numbers.numel());
+        for_vectors(last - first, [&](int64_t i, auto n) { store(to + first + i, activated(load(from + first + i, n)), n); });
+      });
+    });
+  });
+  return out;
+}
+
 Tensor act_mul(const Tensor& x, std::string_view activation) {
   const Tensor rows = as_contiguous(x);
   const int64_t width = rows.size(-1) / 2, count = width ? rows.numel() / (2 * width) : 0;
@@ -199,6 +228,7 @@ Gated find_gated(std::string_view name) {
   return gated;
 }
 
+QUIRE_OPERATION(activate, "(Tensor x, str activation) -> Tensor")
 QUIRE_OPERATION(act_mul, "(Tensor x, str activation) -> Tensor")
 QUIRE_OPERATION(rms_norm, "(Tensor x, Tensor weight, float eps, float offset) -> Tensor")
 QUIRE_OPERATION(add_rms_norm, "(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)")

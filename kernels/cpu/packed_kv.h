@@ -31,17 +31,21 @@ struct Numbers {
 };
 
 #ifdef __AVX512BF16__
-// Words of two bfloat16, for heads that are a whole number of vectors.
+// Words of two bfloat16, for heads of an even size.
 struct Pairs {
   static constexpr int kPerWord = 2;
   using Row = KvRow<BFloat16>;
 
-  static Floats load(const Row& row, int64_t i, auto) { return read<Floats>(row.at + 2 * i); }
+  static Floats load(const Row& row, int64_t i, AllLanes) { return read<Floats>(row.at + 2 * i); }
+  static Floats load(const Row& row, int64_t i, int n) {
+    return std::bit_cast<Floats>(_mm512_maskz_loadu_epi32((1 << n) - 1, row.at + 2 * i));
+  }
 
   // Interleaves the features of two keys' rows.
-  static Floats join(const Row* rows, int64_t d, auto) {
-    const __m512i first = _mm512_castsi256_si512(read<__m256i>(rows[0].at + d));
-    const __m512i both = _mm512_inserti64x4(first, read<__m256i>(rows[1].at + d), 1);
+  static Floats join(const Row* rows, int64_t d, auto n) {
+    const auto features = [&](const Row& row) { return _mm256_maskz_loadu_epi16((1 << n) - 1, row.at + d); };
+    const __m512i first = _mm512_castsi256_si512(features(rows[0]));
+    const __m512i both = _mm512_inserti64x4(first, features(rows[1]), 1);
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(interleaved(), both));
   }
 

@@ -177,7 +177,7 @@ def test_half_precision_rounds_only_inputs_and_output(dtype: torch.dtype) -> Non
     half = case._replace(query=case.query.to(dtype), cache=case.cache.to(dtype))
     exact = case._replace(query=half.query.float(), cache=half.cache.float())
     assert half.run().dtype == dtype
-    torch.testing.assert_close(half.run(), exact.run().to(dtype))
+    close(half.run(), exact.run().to(dtype), dtype)
     torch.testing.assert_close(exact.run(), case.expected, rtol=0.03, atol=0.03)
 
 
@@ -214,7 +214,7 @@ def test_long_contexts_are_those_of_the_reference(dtype: torch.dtype, heads: int
 
 def close(out: Tensor, expected: Tensor, of_cache: torch.dtype) -> None:
     """Equal but for the order of sums; where the processor multiplies pairs of bfloat16, queries are, too."""
-    if of_cache == torch.bfloat16 and isa.has("avx512_bf16") and out.shape[-1] % 32 == 0:
+    if of_cache == torch.bfloat16 and isa.has("avx512_bf16") and out.shape[-1] % 2 == 0:
         assert (out.float() - expected.float()).norm() <= 4e-3 * expected.float().norm()
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
     else:

@@ -80,7 +80,7 @@ def test_a_rank_uses_what_is_right_and_its_log_names_what_is_not(
     config = kernels.AttentionConfig((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
     passing, problems = check.passing(platform, CPU, torch.float32, config, ())
     plain = set(platform.__all__) - WIDENED - ROUNDED - OF_4_BITS
-    unchecked = {"activate", "attention", "by_expert", "gumbel_noise", "read_kv", "rotary"}  # not of platforms
+    unchecked = {"by_expert", "gumbel_noise", "read_kv", "rotary"}  # not of platforms
     assert set(vars(passing)) == plain - unchecked - {"act_mul", "rms_norm"}
     assert set(problems) == {"act_mul", "rms_norm"}
     assert "act_mul is not used on cpu" in caplog.text

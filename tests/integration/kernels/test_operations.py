@@ -211,6 +211,10 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: x.where(x > 0, 0.0),
     "relu2": lambda x: x.where(x > 0, 0.0) ** 2,
 }
+NOT_GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    **FORMULAS,
+    "quick_gelu": lambda x: x / (1 + (-1.702 * x).exp()),
+}
 GATED = [*FORMULAS, "swiglu_oai", "silu_7", "silu_16", "silu_clamped"]
 
 
@@ -238,6 +242,9 @@ def test_act_mul_is_that_of_the_reference(shape: tuple[int, ...], dtype: torch.d
     tolerance = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps  # the reference rounds in between
     found, expected = (module.act_mul(x, activation) for module in (kernels, reference))
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-4)  # torch's gelu is off by 1e-7 · gate · up
+    if activation in FORMULAS:
+        found, expected = (module.activate(x, activation) for module in (kernels, reference))
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", GATED)
@@ -246,9 +253,13 @@ def test_activations_are_their_formulas(activation: str) -> None:
     both = torch.cat((gate, torch.randn(len(gate)) * 6))
     found = kernels.act_mul(both, activation).double()
     torch.testing.assert_close(found, activated(both, activation), rtol=1e-6, atol=3e-5)
-    if activation in FORMULAS:
-        exact = FORMULAS[activation](gate.double())
-        torch.testing.assert_close(kernels.activate(gate, activation).double(), exact, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("activation", NOT_GATED)
+def test_activations_without_gates_are_their_formulas(activation: str) -> None:
+    x = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([0.0, 1e-20, -1e-20, 150.0, -150.0])))
+    exact = NOT_GATED[activation](x.double())
+    torch.testing.assert_close(kernels.activate(x, activation).double(), exact, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("activation", GATED)
