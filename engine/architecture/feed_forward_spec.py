@@ -116,6 +116,11 @@ class MoESpec:
     table_size: int = 0
     """Above 0: a table in the checkpoint, with so many ids, gives the experts of each token by its id; scores are only
     their weights (DeepSeek-V4)."""
+    media_size: int | None = None
+    """Inner features of as many further experts, with a router of their own, for the tokens of images and videos (ERNIE
+    4.5 VL). 0: they are left out, as the model takes only text; None: there are none."""
+    media_token_ids: tuple[int, ...] = ()
+    """The tokens that use them: those that features replace, and those before and behind an item."""
 
     def __post_init__(self) -> None:
         eligible = self.num_experts // self.groups * self.top_groups
@@ -127,14 +132,26 @@ class MoESpec:
             )
 
     @property
-    def experts_per_rank(self) -> tuple[int, Units | None]:
-        """The number of experts on a rank, and the units of each that ranks divide; None: none."""
-        return self.num_experts, Units(self.intermediate_size, "feed-forward columns of an expert")
+    def num_routed(self) -> int:
+        """All experts; those of text have the first numbers."""
+        return self.num_experts * (2 if self.media_size else 1)
+
+    def expert_numbers(self, module: str) -> range | None:
+        """The numbers of a module's experts, given its path in the layer; None: it has none."""
+        if module.startswith("feed_forward.media_experts."):
+            return range(self.num_experts, 2 * self.num_experts)
+        return range(self.num_experts) if module.startswith("feed_forward.experts.") else None
+
+    def experts_per_rank(self, size: int) -> tuple[int, Units | None]:
+        """The number of experts of a kind on a rank, and the units of their `size` features that ranks divide; None:
+        none."""
+        return self.num_experts, Units(size, "feed-forward columns of an expert")
 
     def width(self, tp: int) -> int:
         """Inner features per token on one rank."""
-        _, units = self.experts_per_rank
-        size = self.intermediate_size // (1 if units is None else tp)
+        size = max(self.intermediate_size, self.media_size or 0)
+        _, units = self.experts_per_rank(size)
+        size //= 1 if units is None else tp
         return self.top_k * size + (0 if self.shared is None else self.shared.width(tp))
 
     def activations(self, tp: int) -> int:
@@ -145,10 +162,12 @@ class MoESpec:
         """See `MLPSpec`. The router is on all ranks and never quantized. Parameters that decide the routing are always
         float32; tables are int32."""
         module, count = "feed_forward", self.num_experts
-        yield from linear(f"{module}.router", count, hidden, is_float32=True, bias=self.router_bias)
+        counts = {"": count} if self.media_size is None else {"text": count, "media": count}
+        yield from linear(f"{module}.router", counts, hidden, is_float32=True, bias=self.router_bias)
         for name in ("correction_bias", "expert_scale"):
             if getattr(self, name):
-                yield Parameter(f"{module}.router", name, {"": (count,)}, is_float32=True)
+                vectors = {part: (size,) for part, size in counts.items()}
+                yield Parameter(f"{module}.router", name, vectors, is_float32=True)
         if self.table_size:
             yield Parameter(f"{module}.router", "table", {"": (self.table_size, self.top_k)}, is_float32=True)
         for name in ("router.norm", "input_norm", "output_norm", "shared_input_norm", "shared_output_norm"):
@@ -168,12 +187,14 @@ class MoESpec:
 
     def expert_parameters(self, hidden: int) -> Parameters:
         """The parameters of the experts that tokens are routed to."""
-        inputs, size = self.latent_size or hidden, self.intermediate_size
-        rows = {"gate": size, "up": size} if self.is_gated else {"up": size}
-        number, units = self.experts_per_rank
-        gate_up, down = "feed_forward.experts.gate_up", "feed_forward.experts.down"
-        yield from linear(gate_up, rows, inputs, rows_of=units, bias=self.bias, number=number)
-        yield from linear(down, inputs, size, columns_of=units, bias=self.bias, number=number)
+        inputs = self.latent_size or hidden
+        for kind, size in (("experts", self.intermediate_size), ("media_experts", self.media_size)):
+            if size:
+                rows = {"gate": size, "up": size} if self.is_gated else {"up": size}
+                number, units = self.experts_per_rank(size)
+                gate_up, down = f"feed_forward.{kind}.gate_up", f"feed_forward.{kind}.down"
+                yield from linear(gate_up, rows, inputs, rows_of=units, bias=self.bias, number=number)
+                yield from linear(down, inputs, size, columns_of=units, bias=self.bias, number=number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +202,8 @@ class ExpertParallelMoESpec(MoESpec):
     """A mixture whose experts are distributed over ranks as a whole; sizes are per rank."""
 
     num_local_experts: int
-    """Experts on each rank, including copies."""
+    """Experts of each kind on each rank, including copies."""
 
-    @property
-    def experts_per_rank(self) -> tuple[int, Units | None]:
+    def experts_per_rank(self, size: int) -> tuple[int, Units | None]:
+        """See `MoESpec`."""
         return self.num_local_experts, None

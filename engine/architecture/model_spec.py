@@ -14,7 +14,7 @@ from itertools import chain
 
 from quire.engine.architecture.attention_spec import AnyAttentionSpec, AttentionSpec
 from quire.engine.architecture.feed_forward_spec import ExpertParallelMoESpec, MLPSpec, MoESpec
-from quire.engine.architecture.media_spec import MediaSpec
+from quire.engine.architecture.media_spec import MediaSpec, TransformersTowerSpec
 from quire.engine.architecture.recurrent_spec import RecurrentSpec
 from quire.engine.architecture.residual_spec import (
     AltUpSpec,
@@ -350,6 +350,12 @@ class TransformersModelSpec(ModelSpec):
     continues_by_token: bool = False
     """Layers with recurrent states read them only if they get one token, so a request is continued one token at a
     time."""
+    has_axes: bool = False
+    """Tokens have rotary positions along several axes."""
+
+    @property
+    def has_rope_sections(self) -> bool:
+        return self.has_axes
 
     def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
         return self.embedding, self.head
@@ -358,6 +364,9 @@ class TransformersModelSpec(ModelSpec):
         count = sum(self.layers[number].num_parameters(self.hidden_size, tp) for number in stages[stage])
         if stage == 0:
             count += self.before
+            if self.media is not None:
+                assert isinstance(self.media.tower, TransformersTowerSpec)
+                count += self.media.tower.num_parameters
         if stage == len(stages) - 1:
             count += self.after + (self.tie_embeddings and stage > 0) * self.head.elements
         return count

@@ -1,5 +1,5 @@
-"""SAM's vision transformer (Kirillov et al. 2023), whose shrunk output is read by learned queries (DeepSeek-OCR 2,
-2026).
+"""SAM's vision transformer (Kirillov et al. 2023), whose shrunk output is read by CLIP's layers (DeepSeek-OCR, 2025) or
+by learned queries (DeepSeek-OCR 2, 2026).
 
 Each tile is encoded by itself. No torch here.
 """
@@ -34,7 +34,7 @@ class RelativeAttentionSpec(EncoderAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class SamTowerSpec(VisionTowerSpec):
-    """See the module. `layers` have `RelativeAttentionSpec`."""
+    """See the module. `layers` have `RelativeAttentionSpec`. What reads their shrunk output is a subclass."""
 
     patch_side: int
     """Pixels along the side of a patch."""
@@ -44,21 +44,20 @@ class SamTowerSpec(VisionTowerSpec):
     column on; and once more. The first two have norms behind them."""
     neck_norm: NormSpec
     readers: tuple[LayerSpec, ...]
-    """Layers for the shrunk patches and the queries behind them: patches attend to all patches, queries to these and
-    to queries up to themselves."""
-    reader_norm: NormSpec
-    queries: tuple[int, int]
-    """Numbers of queries, whose outputs are the features: for tiles of at most so many shrunk patches as there are
-    queries in the first set, and for others."""
+    """Layers for the shrunk patches."""
 
     @property
     def reader_width(self) -> int:
         return self.channels[-1]
 
     @property
-    def num_sublayers(self) -> int:
-        """See `TowerSpec`."""
-        return len(self.layers) + len(self.readers)
+    def projected_width(self) -> int:
+        """Numbers that a feature is made of."""
+        return self.reader_width
+
+    def num_steps(self, num_features: int, device: str) -> int:
+        """See `TowerSpec`: attentions and feed-forward layers."""
+        return 2 * (len(self.layers) + len(self.readers))
 
     @property
     def patches_per_feature(self) -> int:
@@ -74,11 +73,50 @@ class SamTowerSpec(VisionTowerSpec):
             yield Parameter(f"neck.{name}", "weight", {"": (rows, columns, side, side)})
         for name, size in (("first_norm", self.channels[0]), ("second_norm", self.channels[1])):
             yield from norm(f"neck.{name}", self.neck_norm, size)
-        for name, count in zip(("few", "many"), self.queries, strict=True):
-            yield Parameter("queries", name, {"": (count, self.reader_width)})
         for number, layer in enumerate(self.readers):
             for each in layer.parameters(self.reader_width):
                 yield each._replace(module=f"readers.{number}.{each.module}")
+        yield from linear("projector", self.hidden_size, self.projected_width, bias=True)
+        yield vector("marks", "separator", self.hidden_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueriedSamTowerSpec(SamTowerSpec):
+    """Queries stand behind the shrunk patches: patches attend to all patches, queries to these and to queries up to
+    themselves."""
+
+    reader_norm: NormSpec
+    """After the readers."""
+    queries: tuple[int, int]
+    """Numbers of queries, whose outputs are the features: for tiles of at most so many shrunk patches as there are
+    queries in the first set, and for others."""
+
+    def parameters(self) -> Parameters:
+        """See `TowerSpec`."""
+        yield from super().parameters()
+        for name, count in zip(("few", "many"), self.queries, strict=True):
+            yield Parameter("queries", name, {"": (count, self.reader_width)})
         yield from norm("reader_norm", self.reader_norm, self.reader_width)
-        yield from linear("projector", self.hidden_size, self.reader_width, bias=True)
-        yield vector("separator", "weight", self.hidden_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwofoldSamTowerSpec(SamTowerSpec):
+    """Shrunk patches, and the readers' output for each of them, are a feature together; there is a learned feature at
+    the end of each row of the whole image, and of its tiles side by side."""
+
+    reader_positions: ImagePositionsSpec
+    reader_embedding_norm: NormSpec
+    """Of shrunk patches with positions."""
+
+    @property
+    def projected_width(self) -> int:
+        """See `SamTowerSpec`."""
+        return 2 * self.reader_width
+
+    def parameters(self) -> Parameters:
+        """See `TowerSpec`."""
+        yield from super().parameters()
+        for each in self.reader_positions.parameters(self.reader_width):
+            yield each._replace(module="reader_positions")
+        yield from norm("reader_embedding_norm", self.reader_embedding_norm, self.reader_width)
+        yield vector("marks", "newline", self.hidden_size)

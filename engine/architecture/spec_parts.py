@@ -251,6 +251,8 @@ class RopeSpec:
     has_mixed_sections: bool = False
     """The axes take turns, time first, and time has the pairs that are left when an axis has all of its own
     (Qwen3-VL). Otherwise the pairs of an axis are side by side."""
+    has_time_last: bool = False
+    """Height and width, which have as many pairs each, take turns, and then come those of time (ERNIE 4.5 VL)."""
     splits_features: bool = False
     """`sections` are halves of the numbers of features, side by side, that turn by each axis, so that the two of a pair
     may turn by different ones; there may be four axes, which `MediaSpec.place_axes` describes (Hunyuan VL)."""
@@ -265,6 +267,8 @@ class RopeSpec:
                 f"mrope_section {[*self.sections]} is not {' or '.join(map(str, counts))} parts of {self.dim // 2} "
                 "pairs of features"
             )
+        if self.has_time_last and len({*self.sections[1:]}) > 1:
+            raise ConfigError(f"mrope_section has {self.sections[1]} pairs for height and {self.sections[2]} for width")
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -273,6 +277,8 @@ class RopeSpec:
         if self.splits_features:
             return tuple(axis for axis, number in enumerate(self.sections) for _ in range(2 * number))
         time, height, width = self.sections
+        if self.has_time_last:
+            return (1, 2) * height + (0,) * time
         if not self.has_mixed_sections:
             return (0,) * time + (1,) * height + (2,) * width
         ends = (0, 3 * height, 3 * width)

@@ -25,6 +25,10 @@ from quire.engine.architecture.spec_parts import (
 )
 from quire.engine.protocol.errors import ConfigError
 
+FINE = 2
+"""Feed-forward layers, and mergers behind all layers, cost about twice as much as queries, keys and values. So they
+have twice as many slices, which are half as large."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PatchSpec:
@@ -103,6 +107,40 @@ class ConvolvedMergerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResamplerSpec:
+    """Two linear layers, with a GELU between and a norm behind them, for the vectors of the patches of a square, one
+    after another; two more of this kind for two squares at the same place in successive frames; then a projection and
+    a norm (ERNIE 4.5 VL). An image is its own next frame."""
+
+    width: int
+    """Of a patch's vector."""
+    merged: int
+    """Patches in a square."""
+    output: int
+    norm: NormSpec
+    """Behind two layers."""
+    output_norm: NormSpec
+
+    @property
+    def inner(self) -> int:
+        """Features of a square."""
+        return self.width * self.merged
+
+    @property
+    def units(self) -> Units:
+        return Units(self.inner, "merger columns")
+
+    def parameters(self, module: str) -> Parameters:
+        for part, columns in (("squares", self.inner), ("frames", 2 * self.inner)):
+            up, down = f"{module}.{part}.up", f"{module}.{part}.down"
+            yield from linear(up, self.inner, columns, rows_of=self.units, bias=True)
+            yield from linear(down, self.inner, self.inner, columns_of=self.units, bias=True)
+            yield from norm(f"{module}.{part}.norm", self.norm, self.inner)
+        yield from linear(f"{module}.projection", self.output, self.inner, bias=True)
+        yield from norm(f"{module}.norm", self.output_norm, self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StretchedPositionsSpec:
     """A learned grid of position vectors, stretched to the picture's size (Qwen3-VL, GLM-4.5V)."""
 
@@ -127,15 +165,30 @@ class VisionTowerSpec(TowerSpec):
     layers: tuple[LayerSpec, ...]
     """With `EncoderAttentionSpec` and `MLPSpec`."""
 
+    def num_steps(self, num_features: int, device: str) -> int:
+        """See `TowerSpec`: slices of the embedding of patches; of queries, keys and values, of attention and of the
+        feed-forward layer in each layer; of the mergers."""
+        count, num_layers = self.num_slices(num_features, device), len(self.layers)
+        steps = (1 + (1 + FINE) * num_layers + FINE * self.num_mergers) * count
+        narrow = self.num_narrow_layers
+        return steps + narrow * count + (num_layers - narrow) * self.num_query_slices(num_features, device)
+
     @property
-    def num_sublayers(self) -> int:
-        """See `TowerSpec`."""
-        return 2 * len(self.layers)
+    def num_narrow_layers(self) -> int:
+        """Layers with attention to a few tokens."""
+        return 0
+
+    @property
+    def num_mergers(self) -> int:
+        """Computations of features from the outputs of layers."""
+        return 1
 
     @property
     def state_width(self) -> int:
-        """See `TowerSpec`: the vector, and less than that for its positions."""
-        return 2 * self.width
+        """See `TowerSpec`: the vector, its query, key and value, and less than a vector for its positions."""
+        attention = self.layers[0].attention
+        assert isinstance(attention, AttentionSpec)
+        return 2 * self.width + 3 * attention.num_heads * attention.head_dim
 
     def parameters(self) -> Parameters:
         """See `TowerSpec`."""
@@ -170,7 +223,7 @@ class GridTowerSpec(VisionTowerSpec):
 
     merge: int
     """Rows and columns of patches in a square."""
-    merger: MergerSpec | ConvolvedMergerSpec
+    merger: MergerSpec | ConvolvedMergerSpec | ResamplerSpec
     projector: MergerSpec | None = None
     """Of each patch, before the merger."""
     turns_by_time: bool = False
@@ -197,9 +250,19 @@ class GridTowerSpec(VisionTowerSpec):
             raise ConfigError(f"deepstack_visual_indexes has {wrong}, but vision_config's depth is {len(self.layers)}")
 
     @property
+    def num_narrow_layers(self) -> int:
+        """See `VisionTowerSpec`."""
+        return len(self.layers) - len(self.full_layers) if self.window else 0
+
+    @property
+    def num_mergers(self) -> int:
+        """See `VisionTowerSpec`; a resampler has two halves."""
+        return 1 + self.num_levels + isinstance(self.merger, ResamplerSpec)
+
+    @property
     def patches_per_feature(self) -> int:
         """See `TowerSpec`."""
-        return self.merge**2
+        return self.merge**2 * (2 if isinstance(self.merger, ResamplerSpec) else 1)
 
     def patches_per_input(self, module: str) -> int:
         """See `TowerSpec`."""

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from quire.engine.architecture.families import FAMILIES
 from quire.engine.architecture.families.tensors import checkpoint_tensors
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.config.checkpoint_tensors import classifier_tensors
 from quire.engine.config.engine_config import ModelConfig
 
@@ -26,6 +28,7 @@ def unused_names(names: set[str], model: ModelConfig) -> list[str]:
     arch, family = model.architecture, FAMILIES[model.architecture.name]
     known = set(checkpoint_tensors(arch, has_head=model.pooling is None))
     tower = known.difference(checkpoint_tensors(replace(arch, media=None), has_head=model.pooling is None))
+    known.update(_of_media_experts(arch))
     known.update({"lm_head.weight"} if arch.tie_embeddings or model.pooling is not None else ())
     known.update(classifier_tensors(model))
     # The prefixes of a tower's tensors are ignored only if it is not built.
@@ -33,6 +36,19 @@ def unused_names(names: set[str], model: ModelConfig) -> list[str]:
     return sorted(
         name for name in names - known if not re.search(family.ignored_pattern, name) and not name.startswith(ignored)
     )
+
+
+def _of_media_experts(arch: ModelSpec) -> set[str]:
+    """The tensors of experts that are left out, as the model takes only text."""
+
+    def of(layer: LayerSpec) -> LayerSpec:
+        mixture = layer.feed_forward
+        if not isinstance(mixture, MoESpec) or mixture.media_size != 0:
+            return layer
+        return replace(layer, feed_forward=replace(mixture, media_size=1))
+
+    whole = replace(arch, layers=tuple(map(of, arch.layers)))
+    return set() if whole == arch else {*checkpoint_tensors(whole, has_head=False)}
 
 
 def report(surplus: list[str], model: ModelConfig) -> None:

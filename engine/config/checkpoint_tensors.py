@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -145,12 +146,21 @@ def _quantized_problems(
             yield f"{found} is of type {headers[found].dtype}, expected {' or '.join(expected.dtypes)}"
 
 
+_INNER = re.compile(
+    r"^vlm\.(?:model\.)?(language_model\.|visual\.|vision_tower\.|multi_modal_projector\.)?(?:model\.|vision_model\.)?"
+)
+"""What stands before the names of a part of a model that another one contains: older checkpoints contain the model with
+its head, and parts that are whole models."""
+
+
 def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str]) -> dict[str, T]:
     """The headers, by names of tensors, under the names that are needed: a checkpoint of the model without its head
     lacks their prefix; in BERT's first checkpoints, converted from TensorFlow, norms have a gamma and a beta; in older
-    checkpoints of models that take images, the language model has its own prefixes and head, and CLIP and SigLIP are a
-    part of the tower; and transformers writes DeepSeek V4 by some names of its own."""
+    checkpoints of models that take images, the language model has its own prefixes and head, CLIP and SigLIP are a part
+    of the tower, and ColQwen2 and ColPali have a model with a head; and transformers writes DeepSeek V4 by some names
+    of its own. A quantized weight's tensors have the name of the module that needs the weight."""
     is_bare = not any(name.startswith(prefix) for name in headers)
+    modules = {name.rpartition(".")[0] for name in needed}
 
     def needed_name(name: str) -> str:
         new = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
@@ -162,7 +172,10 @@ def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str
         written = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.")
         written = written.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
         flat = new.replace("vision_tower.vision_model.", "vision_tower.")
-        return next((each for each in (name, new, prefix + new, flat, prefix + flat, written) if each in needed), other)
+        inner = _INNER.sub(lambda found: f"vlm.{found[1] or 'language_model.'}", name)
+        names = (name, new, prefix + new, flat, prefix + flat, written, inner)
+        found = next((each for each in names if each in needed), None)
+        return found or next((each for each in names if each.rpartition(".")[0] in modules), other)
 
     return {needed_name(name): info for name, info in headers.items()}
 
@@ -187,7 +200,8 @@ def quantized_outer(folder: Path, load_format: str, arch: ModelSpec, method: Met
     names: Collection[str] | None = model_files.tensor_names(folder, load_format)
     of_modules, found = weight_names(arch), set[str]()
     if names is not None and arch.name in FAMILIES:
-        names = by_needed_name(dict.fromkeys(names), FAMILIES[arch.name].prefix, ()).keys()
+        needed = {f"{name}.weight" for own in of_modules.values() for name in own}
+        names = by_needed_name(dict.fromkeys(names), FAMILIES[arch.name].prefix, needed).keys()
     for module, is_told in {head.module: method.names_heads, embedding.module: method.names_embeddings}.items():
         for name in of_modules.get((None, module), ()):
             scheme = method.scheme(name)

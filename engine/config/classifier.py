@@ -37,7 +37,9 @@ def base_names(name: str) -> list[str]:
             base = name.removesuffix(end)
             if end == _REWARD and name not in _REWARD_HEADS:
                 raise ConfigError(f"{name} is not supported; supported reward models: {', '.join(_REWARD_HEADS)}")
-            return [name, f"{base}ForCausalLM", f"{base.removesuffix('Text')}ForCausalLM", f"{base}LMHeadModel"]
+            text = base.removesuffix("Text")
+            ends = f"{base}ForCausalLM", f"{text}ForCausalLM", f"{base}LMHeadModel", f"{base}ForConditionalGeneration"
+            return [name, *ends]
     return []
 
 

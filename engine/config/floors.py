@@ -232,6 +232,8 @@ class _Floors:
             form, bits = form_of_matrix(config.model, device, number, each), self._bits
             if form is not None and form.rounds_inputs(each.columns, device):
                 bits = form.bits
+            if each.module.startswith("feed_forward.media_experts."):
+                continue  # no token of text uses them
             if isinstance(mixture, MoESpec) and each in experts:
                 products.append(_Product(each.rows * each.columns, bits, mixture.top_k / ranks))
             else:

@@ -45,6 +45,11 @@ def resolve(
             f"--max-num-batched-tokens {most} is less than the {needed} tokens of an image, which must be in one step; "
             f"use at least {needed}, {remedy}"
         )
+    if spec.joins_prompt and needed >= model.min_window:
+        raise ConfigError(
+            f"a prompt with an image has more than the {needed} tokens of the image, which must all be in a window or "
+            f"in the model's length, {model.min_window}; use --language-model-only, without images"
+        )
     kept = options.encoder_cache_size or min(_CACHE_FEATURES, model.position_len)
     return MediaConfig(
         max_items=_max_items(options, spec),

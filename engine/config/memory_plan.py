@@ -101,16 +101,12 @@ def _media(config: EngineConfig, workspace: int) -> int:
     if spec is None or media is None:
         return 0
     width, kept = DTYPE_BYTES[config.model.dtype], media.encoder_cache_features
-    # Of each of the tower's tokens: a linear layer's input and output, the residual stream, and its norm.
-    values = 0.0
-    for each in spec.tower.parameters():
-        if each.is_quantizable:
-            matrix = each.matrix(1)
-            values = max(values, (2 * matrix.columns + matrix.rows) / spec.tower.patches_per_input(each.module))
     tokens = media.max_item_features * spec.tower.patches_per_feature
-    # While other steps run, the state of an item between two layers is kept.
+    # While other steps run, the state of an item between two steps of its tower is kept.
     state = tokens * spec.tower.state_width
-    return (kept * spec.tower.feature_width + state) * width + max(0, int(tokens * values) * width - workspace)
+    return (kept * spec.tower.feature_width + state) * width + max(
+        0, int(tokens * spec.tower.layer_values) * width - workspace
+    )
 
 
 def _copied_embedding_bytes(config: EngineConfig, drafter: ModelSpec) -> int:
@@ -231,9 +227,10 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
         read -= 0 if is_head else embedding_bytes(model, parallel.device, embedding)
     for number in parallel.stages[stage]:
         if isinstance(mixture := arch.layers[number].feed_forward, MoESpec):
-            matrices = mixture.expert_matrices(arch.hidden_size, tp)
-            experts = sum(matrix_bytes(model, parallel.device, number, each) for each in matrices)
-            read -= experts * (1 - mixture.top_k / mixture.num_experts) ** num_tokens
+            for each in mixture.expert_matrices(arch.hidden_size, tp):
+                unread = (1 - mixture.top_k / mixture.num_experts) ** num_tokens
+                unread = 1.0 if each.module.startswith("feed_forward.media_experts.") else unread
+                read -= unread * matrix_bytes(model, parallel.device, number, each)
     for number, layer in arch.held_layers(parallel.stages[stage]):
         if isinstance(block := layer.residual, SharedBlockSpec) and not block.is_held:
             whole = arch.layers[number].matrices(arch.hidden_size, tp)

@@ -57,7 +57,9 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     )
     hf_config = model_files.with_overrides(model_files.read_json(path / "config.json"), options.hf_overrides or {})
     hf_config["architectures"] = _architecture_names(path, hf_config, options.trust_remote_code)
-    hf_config = of_text(hf_config)
+    hf_config = of_text(
+        hf_config, [each for name in hf_config["architectures"] for each in classifier.base_names(name)]
+    )
     generation, generation_config = _generation_config(options, path)
     settings = _quantization_settings(path, hf_config)
     try:
@@ -128,17 +130,32 @@ def _architecture(
             )
     is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in full_names)
     arch = _model_spec(options, path, {**hf_config, "architectures": full_names} if is_headless else hf_config)
-    computes_vectors = options.runner == "pooling" or is_headless or (path / pooling.MODULES).exists()
+    token_layer = "" if isinstance(arch, TransformersModelSpec) else FAMILIES[arch.name].token_layer
+    is_headless = is_headless or bool(token_layer)
+    has_pooling = (path / pooling.MODULES).exists() or pooling.JINA_STRATEGY in hf_config
+    computes_vectors = options.runner == "pooling" or is_headless or has_pooling
     is_pooling = options.runner != "generate" and (computes_vectors or isinstance(arch, EncoderSpec))
-    if hf_config.get("is_causal") is False and is_pooling and not isinstance(arch, EncoderSpec):
-        arch = bidirectional(arch)
+    if is_pooling and not isinstance(arch, EncoderSpec):
+        arch = _two_way(arch, hf_config)
     _check_task(options, arch, hf_config, classifies, is_headless=is_headless, is_pooling=is_pooling)
     if not is_pooling:
         return arch, None
     if classifies is not None:
         return arch, classifier.read(classifies, hf_config, arch, tokenizer)
     default: pooling.Mode = "mean" if isinstance(arch, EncoderSpec) else "lasttoken"
-    return arch, pooling.read(path, hf_config, arch.hidden_size, default=default)
+    return arch, pooling.read(path, hf_config, arch.hidden_size, default=default, token_layer=token_layer)
+
+
+def _two_way(arch: ModelSpec, hf_config: Mapping[str, Any]) -> ModelSpec:
+    """Return a decoder that pools with attention in both directions, if config.json says so."""
+    is_two_way = hf_config.get("is_causal") is False
+    if not isinstance(arch, TransformersModelSpec):
+        is_two_way |= FAMILIES[arch.name].complete(hf_config).get("use_bidirectional_attention") is True
+    if not is_two_way:
+        return arch
+    if arch.media is not None and arch.media.joins_prompt:
+        return replace(arch, media=replace(arch.media, joins_text=True))
+    return bidirectional(arch)
 
 
 def _check_task(
@@ -167,7 +184,7 @@ def _check_task(
             )
         if classifies is not None and arch.name not in ENCODERS:
             raise ConfigError(f"{classifies}: classifiers with bidirectional attention in a decoder are not supported")
-    elif is_pooling and hf_config.get("use_bidirectional_attention"):
+    elif is_pooling and hf_config.get("use_bidirectional_attention") and not (arch.media and arch.media.joins_text):
         raise ConfigError(f"{arch.name}: bidirectional attention (use_bidirectional_attention) is not supported")
 
 
@@ -203,6 +220,7 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         length=_requested_len(options),
+        media=not options.language_model_only,
         trust_remote_code=options.trust_remote_code,
         hf_overrides=options.hf_overrides or {},
     )

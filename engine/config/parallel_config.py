@@ -234,6 +234,13 @@ def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParal
     counts = {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)}
     if not counts:
         raise ConfigError(f"--enable-expert-parallel: {arch.name} has no experts; omit the flag")
+    if options.enable_eplb and any(
+        isinstance(layer.feed_forward, MoESpec) and layer.feed_forward.media_size for layer in arch.layers
+    ):
+        raise ConfigError(
+            f"--enable-eplb is not supported for {arch.name}, whose experts for images have another size than others; "
+            "omit it, or use --language-model-only"
+        )
     if options.num_redundant_experts and not options.enable_eplb:
         raise ConfigError("--num-redundant-experts needs --enable-eplb, which chooses the experts to copy")
     for count in counts:

@@ -176,9 +176,7 @@ def _experts_text(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
     if (experts := parallel.experts) is None:
         return []
     ranks = parallel.replicas * parallel.tensor_parallel_size
-    counts = sorted(
-        {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)}
-    )
+    counts = sorted({layer.feed_forward.num_routed for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)})
     copies = f" and {experts.num_redundant_experts} copies" * bool(experts.num_redundant_experts)
     which = f" ({parallel.replicas} replicas × {parallel.tensor_parallel_size})" * parallel.is_coupled
     each = " or ".join(str((count + experts.num_redundant_experts) // ranks) for count in counts)

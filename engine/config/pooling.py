@@ -7,10 +7,11 @@ vector of a classifier (`quire.engine.config.classifier`) has a logit for each l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository.model_files import read_json, read_json_list
@@ -29,6 +30,11 @@ _FLAGS: dict[str, Mode] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+JINA_STRATEGY = "single_vector_pool_strategy"
+"""The setting of config.json that marks Jina's embeddings v4, which pool the tokens of an image, or of a text."""
+_IMAGE_TURN = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|>"
+_NUM_QUERY_PADS = 10
+"""Padding tokens behind a query, whose vectors take part in the comparison."""
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "Sigmoid"]
 """Names of torch classes."""
 
@@ -100,7 +106,9 @@ class Pooling:
     """How the last hidden states of a prompt become its vector, and how the input text is prepared."""
 
     modes: tuple[Mode, ...]
-    """The vectors of several modes are concatenated."""
+    """The vectors of several modes are concatenated. Empty: each token keeps its own (late interaction)."""
+    pools_items: bool = False
+    """Of a prompt with images or videos, only their tokens are pooled, with the ones before and behind each."""
     modules: tuple[Dense | Norm | Literal["normalize"], ...] = ()
     """The modules after the pooling, in order."""
     size: int
@@ -116,6 +124,12 @@ class Pooling:
     """Texts that a request can have prepended to its input, by name."""
     default_prompt: str | None = None
     """The name of the prompt that is prepended by default."""
+    suffix: str = ""
+    """The text behind each input."""
+    adds_special_tokens: bool = True
+    """Whether texts get the tokenizer's special tokens; otherwise `prompts` and `suffix` have all."""
+    chat_template: str | None = None
+    """The template of conversations and of inputs with images; None: the folder's."""
     include_prompt: bool = True
     """Whether the tokens of the prepended text are pooled too."""
     similarity: str = "cosine"
@@ -142,10 +156,15 @@ class Pooling:
         """Whether pooling needs the hidden states of all tokens, or only of the last one."""
         return self.modes != ("lasttoken",)
 
+    @property
+    def is_multi_vector(self) -> bool:
+        """Whether there is a vector of each token."""
+        return not self.modes
+
     def text(self) -> str:
         """Return the description in the printed plan."""
         modules = [_text(module) for module in self.modules]
-        steps = [f"{' and '.join(self.modes)} pooling", *modules]
+        steps = [f"{' and '.join(self.modes)} pooling" if self.modes else "a vector of each token", *modules]
         if self.classes is not None:
             return f"{', '.join(steps)}: {self.classes.text()}"
         shorter = ""
@@ -160,14 +179,30 @@ def _text(module: Dense | Norm | Literal["normalize"]) -> str:
     return "norm" if isinstance(module, Norm) else module
 
 
-def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: Mode) -> Pooling:
-    """Read the pooling of a model folder from modules.json; without it, pooling is `default` with normalization.
+def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: Mode, token_layer: str = "") -> Pooling:
+    """Read the pooling of a model folder from modules.json; without it, pooling is `default` with normalization. With a
+    `token_layer` (`Family.token_layer`), each token keeps its vector.
 
     `config` is config.json, which may declare Matryoshka dimensions. Raises `ConfigError` for unsupported settings.
     """
-    dimensions = tuple(sorted(int(each) for each in config.get("matryoshka_dimensions") or ()))
+    stated = config.get("matryoshka_dimensions") or config.get("matryoshka_dims")
+    dimensions = tuple(sorted(int(each) for each in stated or ()))
     is_matryoshka = bool(dimensions or config.get("is_matryoshka"))
     common: dict[str, Any] = {"is_matryoshka": is_matryoshka, "dimensions": dimensions}
+    if token_layer:
+        return Pooling(**_late_interaction(folder, config, hidden_size, token_layer), **common)
+    if JINA_STRATEGY in config:
+        if (strategy := config[JINA_STRATEGY]) != "mean":
+            raise ConfigError(f"config.json: {JINA_STRATEGY} {strategy!r} is not supported; supported: mean")
+        return Pooling(
+            modes=("mean",),
+            modules=("normalize",),
+            size=hidden_size,
+            pools_items=True,
+            prompts={"query": "Query: ", "passage": "Passage: "},
+            chat_template=_template("", f"{_IMAGE_TURN}\n", ""),
+            **common,
+        )
     path = folder / MODULES
     if not path.exists():
         return Pooling(modes=(default,), modules=("normalize",), size=hidden_size, **common)
@@ -210,6 +245,59 @@ def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: 
             f"{folder}: a default prompt whose tokens are not pooled (include_prompt false) is not supported"
         )
     return pooling
+
+
+class _LateTexts(NamedTuple):
+    """What a processor for late interaction puts around queries and images, if its settings do not say it."""
+
+    query: str
+    pad: str
+    image: str
+    query_start: str = ""
+    image_start: str = ""
+
+
+_LATE_TEXTS = {
+    # The processor of PaliGemma puts <bos> behind an image, and a line break behind the prompt.
+    "ColPaliForRetrieval": _LateTexts("Question: ", "<pad>", "Describe the image.", "<bos>", "<image>"),
+    "ColQwen2ForRetrieval": _LateTexts("Query: ", "<|endoftext|>", f"{_IMAGE_TURN}<|endoftext|>"),
+}
+
+
+def _late_interaction(folder: Path, config: Mapping[str, Any], hidden_size: int, token_layer: str) -> dict[str, Any]:
+    """The pooling of ColPali and ColQwen2, whose processors have the texts around queries and images, special tokens
+    included."""
+    size = int(config.get("embedding_dim", 128))
+    texts = next(_LATE_TEXTS[name] for name in config["architectures"] if name in _LATE_TEXTS)
+    settings: dict[str, Any] = {}
+    for name in ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json"):
+        settings |= read_json(path) if (path := folder / name).exists() else {}
+    pad = settings.get("pad_token") or texts.pad
+    pad = pad["content"] if isinstance(pad, Mapping) else pad
+    query = texts.query_start + (settings.get("query_prefix") or texts.query)
+    suffix, image = f"{pad * _NUM_QUERY_PADS}\n", settings.get("visual_prompt_prefix") or texts.image
+    return {
+        "modes": (),
+        "modules": (Dense(name=token_layer, in_features=hidden_size, out_features=size, bias=True), "normalize"),
+        "size": size,
+        "prompts": {"query": query},
+        "default_prompt": "query",
+        "suffix": suffix,
+        "adds_special_tokens": False,
+        "chat_template": _template(query, texts.image_start + image, suffix),
+        "similarity": "maxsim",
+    }
+
+
+def _template(before: str, image: str, behind: str) -> str:
+    """A chat template that writes each text between two others, and each image as `image`."""
+    text, shown = f"{{{{ {json.dumps(before)} + text + {json.dumps(behind)} }}}}", f"{{{{ {json.dumps(image)} }}}}"
+    return (
+        "{%- for message in messages %}{%- if message.content is string %}{%- set text = message.content %}"
+        f"{text}{{%- else %}}{{%- for part in message.content %}}{{%- if part.type == 'text' %}}"
+        f"{{%- set text = part.text %}}{text}{{%- else %}}{shown}{{%- endif %}}{{%- endfor %}}{{%- endif %}}"
+        "{%- endfor %}"
+    )
 
 
 def _modes(settings: Mapping[str, Any], folder: Path) -> tuple[Mode, ...]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture.tower_spec import ConvolvedMergerSpec, MergerSpec
+from quire.engine.architecture.tower_spec import ConvolvedMergerSpec, MergerSpec, ResamplerSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.from_spec import FromSpec, if_divisible
 from quire.engine.layers.mlp import MLP
@@ -51,4 +51,46 @@ class ConvolvedMerger(nn.Module):
         squares = torch.unflatten(x, 0, (-1, self._spec.merge**2)).transpose(1, 2)  # as the convolution's weight
         x = self.projection(self.convolution(squares))
         out: Tensor = self.feed_forward(kernels.activate(self.norm(x), "gelu"))
+        return out
+
+
+class ResamplerPart(nn.Module):
+    """`norm(down(gelu(up(x))))`"""
+
+    def __init__(self, spec: ResamplerSpec, own: FromSpec, module: str) -> None:
+        super().__init__()
+        self.up, self.down = own.column_parallel(f"{module}.up"), own.row_parallel(f"{module}.down")
+        self.norm = make_norm(spec.norm, spec.inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.down(kernels.activate(self.up(x), "gelu")))
+        return out
+
+
+class Resampler(nn.Module):
+    """See `ResamplerSpec`."""
+
+    def __init__(self, spec: ResamplerSpec, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec = spec
+        own = FromSpec(spec.parameters("merger"), if_divisible(parallel, spec.inner))
+        self.squares, self.frames = (ResamplerPart(spec, own, f"merger.{part}") for part in ("squares", "frames"))
+        self.projection = own.column_parallel("merger.projection")
+        self.norm = make_norm(spec.output_norm, spec.output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The first half: `[patches, width]`, square by square → `[squares, inner]`"""
+        out: Tensor = self.squares(x.reshape(-1, self._spec.inner))
+        return out
+
+    def paired(self, x: Tensor, frames: int) -> Tensor:
+        """Put squares `[squares, inner]`, frame by frame, beside those of the next frame: `[features, 2 * inner]`."""
+        if frames > 1 and frames % 2:
+            raise ValueError(f"videos must have an even number of frames, not {frames}")
+        x = torch.unflatten(x, 0, (frames, -1))
+        return torch.cat((x[::2], x[1::2] if frames > 1 else x), dim=-1).flatten(0, 1)
+
+    def projected(self, pairs: Tensor) -> Tensor:
+        """The second half: `[features, 2 * inner]` → `[features, output]`"""
+        out: Tensor = self.norm(self.projection(self.frames(pairs)))
         return out

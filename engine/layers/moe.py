@@ -42,18 +42,21 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: MoESpec, hidden_size: int, parallel: Parallel, group: ExpertGroup | None = None) -> None:
         super().__init__()
         self._parallel, self._group = parallel, group
-        self._num_experts, self._weighs_inputs = spec.num_experts, spec.weighs_inputs
+        self._num_experts, self._weighs_inputs = spec.num_routed, spec.weighs_inputs
         self.placement: ExpertPlacement | None = None
-        self.tokens = torch.zeros(spec.num_experts, dtype=torch.int64)
+        self.tokens = torch.zeros(spec.num_routed, dtype=torch.int64)
         """Tokens routed to each expert since the start, with expert parallelism: each token is counted on one rank
         only."""
         self.router = ExpertRouter(spec, hidden_size)
-        if group is None:  # a slice of each
-            self.experts = Experts(spec, hidden_size, range(spec.num_experts), parallel)
-        else:
+        numbers, divided = tuple(range(spec.num_experts)), parallel  # a slice of each
+        if group is not None:
             placement = ExpertPlacement.initial(spec.num_experts, group.size, group.config)
-            self.experts = Experts(spec, hidden_size, placement.experts[group.rank], WHOLE)
-            self.set_placement(placement)
+            numbers, divided = placement.experts[group.rank], WHOLE
+            self.set_placement(placement.twice(spec.num_experts) if spec.media_size else placement)
+        self.experts, self.media_experts = Experts(spec, hidden_size, numbers, divided), None
+        if spec.media_size:
+            others = [number + spec.num_experts for number in numbers]
+            self.media_experts = Experts(spec, hidden_size, others, divided, "media_experts")
         self.latent_down = self.latent_up = None
         if spec.latent_size:
             own = FromSpec(spec.parameters(hidden_size))
@@ -128,7 +131,11 @@ class MixtureOfExperts(nn.Module):
         rounding = self._expert_rounding
         rows = received if rounding is None else kernels.rows_for(x, rounding)
         out: Tensor = self.experts(rows, weights, ids)
-        return out
+        if self.media_experts is None:
+            return out
+        rows = rows if rounding == self.media_experts.row_rounding else received
+        others: Tensor = self.media_experts(rows, weights, ids - self.experts.count)
+        return out + others
 
     def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> RoutedTokens:
         """Route `x`, the tokens `own` of the batch. The choice of an expert's copy depends only on the token's
@@ -179,6 +186,12 @@ class ExpertRouter(ReplicatedLinear):
         super().__init__(hidden_size, spec.num_experts, bias=spec.router_bias)
         self._spec, self._input_scale = spec, hidden_size**-0.5
         own, module = FromSpec(spec.parameters(hidden_size)), "feed_forward.router"
+        if spec.media_size is not None:
+            assert not spec.router_bias
+            self.weight = own.weight(module)
+            with torch.device("cpu"):  # see `Rotary`
+                media_token_ids = torch.tensor(spec.media_token_ids, dtype=torch.int64)
+            self._media_token_ids = media_token_ids.to(torch.get_default_device())
         self.norm = None if spec.norm is None else make_norm(spec.norm, hidden_size)
         self.correction_bias = own.weight(module, "correction_bias") if spec.correction_bias else None
         self.expert_scale = own.weight(module, "expert_scale") if spec.expert_scale else None
@@ -188,7 +201,7 @@ class ExpertRouter(ReplicatedLinear):
 
     def forward(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`[tokens, hidden_size]` → weights (float32) and expert numbers (int64), `[tokens, top_k]` each. `token_ids`
-        are needed only with a table."""
+        are needed only with a table, or with experts for media."""
         spec = self._spec
         if spec.scoring == "sqrt_softplus":
             scores = F.softplus(self.logits(x)).sqrt()
@@ -204,8 +217,29 @@ class ExpertRouter(ReplicatedLinear):
         if spec.scoring == "sparse_mixer":
             return sparse_mixer(self.logits(x), spec.top_k, spec.sparse_mixer_distance)
         x = x if self.norm is None else self.norm(x) * self._input_scale
-        weights, experts = kernels.route(
-            self.logits(x),
+        logits, bias = self.logits(x), self.correction_bias
+        if spec.media_size is None:
+            weights, experts = self._route(logits, bias)
+        else:
+            of_text, of_media = zip(
+                logits.chunk(2, dim=-1), (None, None) if bias is None else bias.chunk(2), strict=True
+            )
+            weights, experts = self._route(of_text[0].contiguous(), of_text[1])
+            if spec.media_size:
+                assert token_ids is not None
+                others, media_experts = self._route(of_media[0].contiguous(), of_media[1])
+                is_media = (token_ids[:, None] == self._media_token_ids).any(dim=-1, keepdim=True)
+                weights = torch.where(is_media, others, weights)
+                experts = torch.where(is_media, media_experts + spec.num_experts, experts)
+        return weights if self.expert_scale is None else weights * self.expert_scale[experts], experts
+
+    def _route(self, logits: Tensor, correction_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`[tokens, num_experts]` → as `forward`."""
+        spec = self._spec
+        assert spec.scoring != "sparse_mixer"
+        assert spec.scoring != "sqrt_softplus"
+        return kernels.route(
+            logits,
             spec.top_k,
             spec.scoring,
             renormalize=spec.renormalize,
@@ -214,9 +248,8 @@ class ExpertRouter(ReplicatedLinear):
             top_groups=spec.top_groups,
             group_score=spec.group_score,
             ineligible=spec.ineligible_score,
-            correction_bias=self.correction_bias,
+            correction_bias=correction_bias,
         )
-        return weights if self.expert_scale is None else weights * self.expert_scale[experts], experts
 
 
 def sparse_mixer(logits: Tensor, top_k: int, distance: float) -> tuple[Tensor, Tensor]:
@@ -261,11 +294,14 @@ class ExpertStack(nn.Module):
 class Experts(ExpertStack):
     """The experts on a rank. Once all weights are loaded, they are packed into the device's format."""
 
-    def __init__(self, spec: MoESpec, hidden_size: int, experts: Sequence[int], parallel: Parallel) -> None:
-        """`experts` are their numbers in the model, by place, in which copies repeat; each is sharded over
-        `parallel`."""
+    def __init__(
+        self, spec: MoESpec, hidden_size: int, experts: Sequence[int], parallel: Parallel, kind: str = "experts"
+    ) -> None:
+        """`experts` are their numbers in the model, by place, in which copies repeat; each is sharded over `parallel`.
+        Their parameters are named by their `kind`."""
         super().__init__()
         self._spec, self._adds_bias = spec, parallel.rank == 0
+        self.count = len(experts)
         self._product: kernels.PackedExperts | None = None
         own = FromSpec(spec.expert_parameters(hidden_size), parallel)
         self.gate_up, self.down = (
@@ -273,7 +309,7 @@ class Experts(ExpertStack):
                 own.stack(module, "weight", experts),
                 own.stack(module, "bias", experts) if spec.bias else None,
             )
-            for module in ("feed_forward.experts.gate_up", "feed_forward.experts.down")
+            for module in (f"feed_forward.{kind}.gate_up", f"feed_forward.{kind}.down")
         )
 
     def pack(self, quantization: kernels.Quantization | None) -> None:

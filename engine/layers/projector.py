@@ -33,6 +33,11 @@ class Projector(nn.Module):
         self.up = own.column_parallel("projector.up") if spec.inner_size else None
         self.down = own.row_parallel("projector.down") if spec.inner_size else own.column_parallel("projector.down")
 
+    @property
+    def side(self) -> int:
+        """Rows and columns of patches in the square that one feature is made of."""
+        return self._spec.side
+
     def forward(self, x: Tensor) -> Tensor:
         """`[tiles, rows, columns, width]` → `[tiles, rows / side, columns / side, hidden_size]`"""
         x = x if self.patch_norm is None else self.patch_norm(x)

@@ -113,6 +113,9 @@ def load_model(
         cache=cache,
         report=report if rank == 0 else None,
     )
+    if isinstance(decoder, Decoder) and decoder.tower is not None:
+        with torch.no_grad():
+            decoder.tower.complete()
     return decoder
 
 

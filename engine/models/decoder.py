@@ -193,6 +193,11 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(token_ids)
         if self._arch.embedding_multiplier != 1.0:
             x = x * x.new_full((), self._arch.embedding_multiplier)  # rounded to the type of `x`
+        if media is not None and (own := media.own_tokens) is not None:
+            assert self.tower is not None
+            numbers = token_ids - own.start
+            is_own = (numbers >= 0) & (numbers < len(own))
+            x = torch.where(is_own[:, None], self.tower.embedded(numbers.clamp(0, len(own) - 1)), x)
         if batch.media_tokens is not None:
             x = x.index_copy(0, batch.media_tokens, features[0])
         if self.positions is not None:

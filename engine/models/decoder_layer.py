@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ class DecoderLayer(nn.Module):
             normed, residual = add(self.feed_forward_norm, mixed, residual)
         elif self.feed_forward_norm is not None:
             normed = self.feed_forward_norm(residual)
-        x = self._fed(normed, step.batch)
+        x = self._fed(normed, step)
         return (x + mixed, residual) if self.spec.is_parallel else (x, residual)
 
     def _mixer_input(self, normed: Tensor | kernels.RoundedRows, own: Tensor | None) -> Tensor | kernels.RoundedRows:
@@ -94,10 +95,12 @@ class DecoderLayer(nn.Module):
             outputs.append(self.state(normed, batch.positions, segments, cache.state))
         return self._scaled(apply(self.attention_post_norm, sum(outputs[1:], start=outputs[0])))
 
-    def _fed(self, normed: Tensor | kernels.RoundedRows, batch: Batch) -> Tensor:
+    def _fed(self, normed: Tensor | kernels.RoundedRows, step: LayerStep) -> Tensor:
         """The contribution of the feed-forward layer to the residual stream."""
-        layer = self.feed_forward
+        layer, batch = self.feed_forward, step.batch
         assert layer is not None
+        if isinstance(layer, MixtureOfExperts) and step.last_tokens is not None:
+            batch = replace(batch, token_ids=batch.token_ids[step.last_tokens])
         out = layer(normed, batch) if isinstance(layer, MixtureOfExperts) else layer(normed)
         return self._scaled(apply(self.feed_forward_post_norm, out))
 
@@ -113,7 +116,7 @@ class FeedForwardLayer(DecoderLayer):
         if (last := step.last_tokens) is not None:
             x, residual = x[last], None if residual is None else residual[last]
         normed, residual = add(self.feed_forward_norm, x, residual)
-        return self._fed(normed, step.batch), residual
+        return self._fed(normed, step), residual
 
 
 def norm_of(spec: spec_parts.NormSpec | None, hidden_size: int) -> Norm | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.architecture import encoder_spec, feed_forward_spec, model_spec, spec_parts
+from quire.engine.architecture.tower_spec import FINE
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import head_norm
 from quire.engine.layers.batch import Batch
@@ -78,7 +80,6 @@ class EncoderAttention(nn.Module):
         own = FromSpec(spec.parameters(hidden_size), parallel)
         query, key, _ = own.shards("attention.qkv")
         self._widths = own.widths("attention.qkv")
-        self._queries_per_key = query.length // key.length
         columns, rows = ColumnParallelLinear, RowParallelLinear
         if spec.is_clipped:
             columns, rows = ClippedColumnParallelLinear, ClippedRowParallelLinear
@@ -89,22 +90,30 @@ class EncoderAttention(nn.Module):
 
     def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
+        turns = None if self.spec.rope is None else cos_sin
+        out: Tensor = self.output(self.mix(*self.project(x), starts, biases, turns).flatten(1))
+        return out
+
+    @property
+    def num_kv_heads(self) -> int:
+        """This rank's."""
+        return self._widths[1] // self.spec.head_dim
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[tokens, hidden_size]` → queries, keys and values, `[tokens, heads, head_dim]` each."""
         spec = self.spec
         parts = self.qkv(x).split_with_sizes(self._widths, dim=-1)
         query, key, value = (torch.unflatten(part, -1, (-1, spec.head_dim)) for part in parts)
         query = query if self.query_norm is None else self.query_norm(query)
         key = key if self.key_norm is None else self.key_norm(key)
         value = value if self.value_norm is None else self.value_norm(value)
-        if spec.rope is not None:
-            query, key = kernels.rotary(query, key, cos_sin)
-        if self._queries_per_key > 1:
-            key, value = (torch.repeat_interleave(each, self._queries_per_key, dim=1) for each in (key, value))
-        out: Tensor = self.output(self.mix(query, key, value, starts, biases).flatten(1))
-        return out
+        return query, key, value
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
-        """`[tokens, heads, head_dim]` → the same."""
-        return kernels.attention(query, key, value, starts, self.spec.scale, biases)
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, biases: Tensor | None, cos_sin: Tensor | None
+    ) -> Tensor:
+        """`[tokens, heads, head_dim]` → the same. See `kernels.reference.attention`."""
+        return kernels.attention(query, key, value, starts, self.spec.scale, biases, cos_sin)
 
 
 class EncoderLayer(nn.Module):
@@ -145,8 +154,48 @@ class EncoderLayer(nn.Module):
         """The second half of `forward`."""
         return self._add(x, self.feed_forward(_apply(self.feed_forward_norm, x)), self.feed_forward_post_norm)
 
+    def steps(
+        self, x: Tensor, starts: Tensor, cos_sin: Tensor, num_slices: int, num_query_slices: int
+    ) -> Generator[None]:
+        """Compute `forward`, without biases, in place and slice by slice. Pauses after each of `num_slices` of queries,
+        keys and values, each of `num_query_slices` of attention, and each of the feed-forward layer."""
+        attention, spec, queries = self.attention, self.attention.spec, []
+        kv = kernels.sequence_kv(x, starts, attention.num_kv_heads, spec.head_dim)
+        for begin, end in slices(len(x), num_slices):
+            parts = attention.project(_apply(self.attention_norm, x[begin:end]))
+            queries.append(kv.write(*parts, begin, None if spec.rope is None else cos_sin[begin:end]))
+            yield
+        query = torch.cat(queries)
+        del parts, queries
+        for begin, end in slices(len(x), num_query_slices):
+            mixed = kv.attend(query[begin:end], begin, spec.scale)
+            x[begin:end] = self._add(x[begin:end], attention.output(mixed.flatten(1)), self.attention_post_norm)
+            yield
+        del query, kv
+        for begin, end in slices(len(x), FINE * num_slices):
+            x[begin:end] = self.feed(x[begin:end])
+            yield
+
     def _add(self, x: Tensor, more: Tensor, norm: Norm | None) -> Tensor:
         return _apply(norm, x + more) if self._is_post_norm else x + _apply(norm, more)
+
+
+def slices(rows: int, count: int, unit: int = 1) -> Sequence[tuple[int, int]]:
+    """Divide rows, a multiple of `unit`, into `count` ranges of about as many units, some of which may be empty."""
+    return [*pairwise(rows // unit * number // count * unit for number in range(count + 1))]
+
+
+def by_slices(
+    compute: Callable[[Tensor], Tensor], x: Tensor, count: int, unit: int = 1
+) -> Generator[None, None, Tensor]:
+    """Return `compute(x)`, of which no row depends on another unit of rows. Pauses after each of `count` slices."""
+    assert count <= max(FINE, len(x) // unit)  # else steps would cost nothing
+    parts = []
+    for begin, end in slices(len(x), count, unit):
+        if begin < end:
+            parts.append(compute(x[begin:end]))
+        yield
+    return torch.cat(parts)
 
 
 def _norm(spec: spec_parts.NormSpec | None, hidden_size: int) -> Norm | None:

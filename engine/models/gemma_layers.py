@@ -64,7 +64,7 @@ class AltUpLayer(DecoderLayer):
         if last is not None:
             normed, x, own, predicted = normed[last], x[last], own[last], predicted[last]
         fed, x = add(self.feed_forward_norm, (mixed + self.laurel(normed)) * 0.5**0.5, x * 0.5**0.5)
-        streams = self.alt_up.correct(predicted, x + self._fed(fed, step.batch))
+        streams = self.alt_up.correct(predicted, x + self._fed(fed, step))
         added = self.layer_input(self.alt_up.scaled(streams[:, self.alt_up.active]), own)
         streams[:, 1:] += added[:, None]
         return streams.flatten(1), None

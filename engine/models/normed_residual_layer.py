@@ -24,4 +24,4 @@ class NormedResidualLayer(DecoderLayer):
         normed = normed if step.last_tokens is None else normed[step.last_tokens]
         normed, _ = add(self.feed_forward_norm, mixed, normed * path.mixer_multiplier)
         assert isinstance(normed, Tensor)
-        return self._fed(normed, step.batch), normed * path.feed_forward_multiplier
+        return self._fed(normed, step), normed * path.feed_forward_multiplier

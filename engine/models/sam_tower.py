@@ -1,16 +1,23 @@
-"""SAM's vision transformer, and the learned queries that read its output. See `SamTowerSpec`."""
+"""SAM's vision transformer, and what reads its output. See `SamTowerSpec`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire import kernels
 from quire.engine.architecture.encoder_spec import EncoderAttentionSpec
-from quire.engine.architecture.sam_spec import RelativeAttentionSpec, SamTowerSpec
+from quire.engine.architecture.model_spec import LayerSpec
+from quire.engine.architecture.sam_spec import (
+    QueriedSamTowerSpec,
+    RelativeAttentionSpec,
+    SamTowerSpec,
+    TwofoldSamTowerSpec,
+)
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.grid_rotary import GridRotary
@@ -47,10 +54,13 @@ class RelativeAttention(EncoderAttention):
         x = x.view(tiles, count, count, size, size, -1).transpose(2, 3).reshape(tiles, side + more, side + more, -1)
         return x[:, :side, :side].flatten(0, 2)
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, biases: Tensor | None, cos_sin: Tensor | None
+    ) -> Tensor:
         """The biases become products of further features: of the query with the vectors for each row and column, and
         of the key for its own row and column, which are 1."""
         assert biases is not None
+        assert cos_sin is None
         size = int(biases)
         grid = torch.unflatten(query, 0, (-1, size, size))  # [windows, rows, columns, heads, head_dim]
         by_row = torch.einsum("wrchd,rkd->wrchk", grid, _by_distance(self.distances["rows"], size))
@@ -75,12 +85,18 @@ def _by_distance(vectors: Tensor, size: int) -> Tensor:
 class ReaderAttention(EncoderAttention):
     """With a mask `[tokens, tokens]` in place of biases: what a token of a sequence attends to."""
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, biases: Tensor | None, cos_sin: Tensor | None
+    ) -> Tensor:
         """See `EncoderAttention`; sequences have the same length."""
+        if cos_sin is not None:
+            query, key = kernels.rotary(query, key, cos_sin)
         query, key, value = (
             torch.unflatten(each, 0, (len(starts) - 1, -1)).transpose(1, 2) for each in (query, key, value)
         )
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=biases, scale=self.spec.scale)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=biases, scale=self.spec.scale, enable_gqa=True
+        )
         return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -96,11 +112,11 @@ class Neck(nn.Module):
         self.second_norm = make_norm(spec.neck_norm, spec.channels[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[tiles, rows, columns, width]` → `[tiles, patches, channels]`"""
+        """`[tiles, rows, columns, width]` → `[tiles, rows / 4, columns / 4, channels]`"""
         x = F.conv2d(x.permute(0, 3, 1, 2), self.first["weight"])
         x = F.conv2d(_normed(x, self.first_norm), self.second["weight"], padding=1)
         x = F.conv2d(_normed(x, self.second_norm), self.third["weight"], stride=2, padding=1)
-        return F.conv2d(x, self.fourth["weight"], stride=2, padding=1).flatten(2).transpose(1, 2)
+        return F.conv2d(x, self.fourth["weight"], stride=2, padding=1).permute(0, 2, 3, 1)
 
 
 def _normed(x: Tensor, norm: nn.Module) -> Tensor:
@@ -112,38 +128,33 @@ def _normed(x: Tensor, norm: nn.Module) -> Tensor:
 class SamTower(Tower):
     """See `SamTowerSpec`."""
 
-    def __init__(self, spec: SamTowerSpec, parallel: Parallel) -> None:
+    reader_attention: type[EncoderAttention] = EncoderAttention
+    """The attention of the readers."""
+
+    def __init__(self, spec: SamTowerSpec, parallel: Parallel, *marks: str) -> None:
+        """`marks` are the learned features."""
         super().__init__()
-        self._spec, own = spec, FromSpec(spec.parameters())
+        self._patch_side, own = spec.patch_side, FromSpec(spec.parameters())
         self.patches = PatchEmbedding(spec.patch, spec.width)
         self.positions = ImagePositions(spec.positions, spec.width)
-        self.layers = nn.ModuleDict(
-            {
-                str(number): EncoderLayer(layer, spec.width, parallel, is_post_norm=False, attention=RelativeAttention)
-                for number, layer in enumerate(spec.layers)
-            }
-        )
+        self.layers = self._layers(spec.layers, spec.width, parallel, RelativeAttention)
         self.neck = Neck(spec)
-        self.queries = _vectors(own, "queries", "few", "many")
-        width = spec.reader_width
-        self.readers = nn.ModuleDict(
-            {
-                str(number): EncoderLayer(layer, width, parallel, is_post_norm=False, attention=ReaderAttention)
-                for number, layer in enumerate(spec.readers)
-            }
-        )
-        self.reader_norm = make_norm(spec.reader_norm, width)
+        self.readers = self._layers(spec.readers, spec.reader_width, parallel, self.reader_attention)
         self.projector = own.column_parallel("projector")
-        self.separator = _vectors(own, "separator", "weight")
-        attention = spec.readers[0].attention
-        assert attention is not None
-        assert attention.rope is not None
-        self._rotary = GridRotary(attention.rope, axes=1)
+        self.marks = _vectors(own, "marks", *marks)
+
+    @staticmethod
+    def _layers(
+        specs: Sequence[LayerSpec], width: int, parallel: Parallel, attention: type[EncoderAttention]
+    ) -> nn.ModuleDict:
+        layers = [EncoderLayer(each, width, parallel, is_post_norm=False, attention=attention) for each in specs]
+        return nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
 
     def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
-        """See `Tower`: features of parts come before those of the whole image, and a separator is behind them."""
+        """See `Tower`: features of tiles come before those of the whole image, and a separator is behind them."""
         names = [name for name in ("pixel_values_local", "pixel_values") if name in arrays]
-        views = [patches_of(arrays[name].flatten(0, -4), self._spec.patch_side) for name in names]
+        views = [patches_of(arrays[name].flatten(0, -4), self._patch_side) for name in names]
+        tiling = arrays.get("tile_grid")
         del arrays  # not needed while the layers wait for their steps
         grids = [grid for _, grid in views]
         starts = [torch.arange(tiles + 1) * rows * columns for tiles, rows, columns in grids]
@@ -152,21 +163,54 @@ class SamTower(Tower):
         ]
         del views
         for layer in self.layers.values():
-            parts = [layer(x, own, x, None) for x, own in zip(parts, starts, strict=True)]
+            assert isinstance(layer, EncoderLayer)
+            parts = [layer.attend(x, own, x, None) for x, own in zip(parts, starts, strict=True)]
             yield None
-        read = [self._with_queries(torch.unflatten(x, 0, grid)) for x, grid in zip(parts, grids, strict=True)]
+            parts = [layer.feed(x) for x in parts]
+            yield None
+        shrunk = [self.neck(torch.unflatten(x, 0, grid)) for x, grid in zip(parts, grids, strict=True)]
         del parts
+        read = [self.begin(x) for x in shrunk]
         for layer in self.readers.values():
-            read = [(layer(x, *others), *others) for x, *others in read]
+            assert isinstance(layer, EncoderLayer)
+            read = [(layer.attend(x, starts, turns, mask), starts, turns, mask) for x, starts, turns, mask in read]
             yield None
-        features = [self._project(x, own) for x, own, *_ in read]
-        yield torch.cat((*features, self.separator["weight"][None]))
+            read = [(layer.feed(x), starts, turns, mask) for x, starts, turns, mask in read]
+            yield None
+        features = [self.end(x, each, tiling) for (x, *_), each in zip(read, shrunk, strict=True)]
+        yield torch.cat((*features, self.marks["separator"][None]))
 
-    def _with_queries(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Patches `[tiles, rows, columns, width]` → the arguments of readers."""
-        x = self.neck(x)
+    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Shrunk patches of tiles `[tiles, rows, columns, width]` → the arguments of readers, whose first one is their
+        input `[tokens, width]`, tile by tile."""
+        raise NotImplementedError
+
+    def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None) -> Tensor:
+        """The output of the readers `[tokens, width]` → features `[features, hidden_size]`. `tiling` are the columns
+        and rows of the tiles `[1, 2]`, if there are several."""
+        raise NotImplementedError
+
+
+class QueriedSamTower(SamTower):
+    """See `QueriedSamTowerSpec`."""
+
+    reader_attention = ReaderAttention
+
+    def __init__(self, spec: QueriedSamTowerSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel, "separator")
+        self._counts = spec.queries
+        self.queries = _vectors(FromSpec(spec.parameters()), "queries", "few", "many")
+        self.reader_norm = make_norm(spec.reader_norm, spec.reader_width)
+        attention = spec.readers[0].attention
+        assert attention is not None
+        assert attention.rope is not None
+        self._rotary = GridRotary(attention.rope, axes=1)
+
+    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `SamTower`."""
+        x = shrunk.flatten(1, 2)
         tiles, count, _ = x.shape
-        queries = self._queries(count)
+        queries = self.queries["few" if count <= self._counts[0] else "many"]
         total = count + len(queries)
         x = torch.cat((x, queries.expand(tiles, -1, -1)), dim=1).flatten(0, 1)
         mask = torch.ones(total, total, dtype=torch.bool, device=x.device).tril()
@@ -174,16 +218,33 @@ class SamTower(Tower):
         cos_sin = self._rotary(torch.arange(total).repeat(1, tiles)).to(x.device)
         return x, torch.arange(tiles + 1) * total, cos_sin, mask
 
-    def _queries(self, count: int) -> Tensor:
-        """For a tile of `count` shrunk patches."""
-        found: Tensor = self.queries["few" if count <= self._spec.queries[0] else "many"]
-        return found
-
-    def _project(self, x: Tensor, starts: Tensor) -> Tensor:
-        """The output of the readers → features `[features, hidden_size]` of their queries."""
-        total = int(starts[1])
-        few, many = self._spec.queries
-        count = few if total <= 2 * few else many
-        queries = torch.unflatten(x, 0, (-1, total))[:, total - count :].flatten(0, 1)
+    def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None) -> Tensor:
+        """See `SamTower`."""
+        tiles, rows, columns, _ = shrunk.shape
+        queries = torch.unflatten(x, 0, (tiles, -1))[:, rows * columns :].flatten(0, 1)
         out: Tensor = self.projector(self.reader_norm(queries))
         return out
+
+
+class TwofoldSamTower(SamTower):
+    """See `TwofoldSamTowerSpec`."""
+
+    def __init__(self, spec: TwofoldSamTowerSpec, parallel: Parallel) -> None:
+        super().__init__(spec, parallel, "separator", "newline")
+        self.reader_positions = ImagePositions(spec.reader_positions, spec.reader_width)
+        self.reader_embedding_norm = make_norm(spec.reader_embedding_norm, spec.reader_width)
+
+    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See `SamTower`."""
+        x = self.reader_positions(shrunk)
+        starts = torch.arange(len(x) + 1) * x.shape[1]
+        return self.reader_embedding_norm(x.flatten(0, 1)), starts, x.new_empty(0), None
+
+    def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None) -> Tensor:
+        """See `SamTower`."""
+        read = self.reader_positions.patches(torch.unflatten(x, 0, (len(shrunk), -1)))
+        features = self.projector(torch.cat((read, shrunk.flatten(1, 2)), dim=-1).flatten(0, 1))
+        across, down = (1, 1) if tiling is None or len(shrunk) == 1 else tiling[0].tolist()
+        side_by_side = torch.unflatten(features, 0, (down, across, *shrunk.shape[1:3])).transpose(1, 2)
+        rows = side_by_side.flatten(2, 3).flatten(0, 1)
+        return torch.cat((rows, self.marks["newline"].expand(len(rows), 1, -1)), dim=1).flatten(0, 1)

@@ -36,5 +36,5 @@ class StreamsLayer(DecoderLayer):
         collapsed, mixing = self.attention_connection.before(x)
         mixed = self._mix(apply(self.attention_norm, collapsed), step)
         collapsed, mixing = self.feed_forward_connection.before(self.attention_connection.after(mixed, mixing))
-        out = self._fed(apply(self.feed_forward_norm, collapsed), batch)
+        out = self._fed(apply(self.feed_forward_norm, collapsed), step)
         return self.feed_forward_connection.after(out, mixing), None

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.model_spec import LayerSpec
-from quire.engine.architecture.tower_spec import ConvolvedMergerSpec, GridTowerSpec
+from quire.engine.architecture.tower_spec import FINE, ConvolvedMergerSpec, GridTowerSpec, ResamplerSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.grid_rotary import GridRotary
-from quire.engine.layers.merger import ConvolvedMerger, Merger
+from quire.engine.layers.merger import ConvolvedMerger, Merger, Resampler
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.patches import PatchEmbedding, places, windows
 from quire.engine.layers.stretched_positions import StretchedPositions
-from quire.engine.models.encoder import EncoderLayer
+from quire.engine.models.encoder import EncoderLayer, by_slices
 from quire.engine.protocol.media import MediaItem
 
 
@@ -31,8 +31,15 @@ class Tower(nn.Module):
         return features
 
     def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
-        """Compute the features of `forward` step by step: yields None after each of `TowerSpec.num_sublayers`, then the
+        """Compute the features of `forward` step by step: yields None after each of `TowerSpec.num_steps`, then the
         features."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Prepare for use. To be called once, when all weights are loaded."""
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The embeddings `[tokens, hidden_size]` of `MediaSpec.own_tokens`, given their numbers among these."""
         raise NotImplementedError
 
 
@@ -52,9 +59,11 @@ class GridTower(Tower):
         self.layers = tower_layers(spec.layers, spec.width, parallel)
         self.norm = make_norm(spec.norm, spec.width) if spec.norm else None
         self.projector = Merger(spec.projector, parallel) if spec.projector else None
-        self.merger: Merger | ConvolvedMerger
+        self.merger: Merger | ConvolvedMerger | Resampler
         if isinstance(spec.merger, ConvolvedMergerSpec):
             self.merger = ConvolvedMerger(spec.merger, parallel)
+        elif isinstance(spec.merger, ResamplerSpec):
+            self.merger = Resampler(spec.merger, parallel)
         else:
             self.merger = Merger(spec.merger, parallel)
         levels = [] if spec.level_merger is None else [Merger(spec.level_merger, parallel) for _ in spec.levels]
@@ -68,7 +77,9 @@ class GridTower(Tower):
         if len(pixels) != frames * rows * columns:  # found here, as kernels of a GPU that index beyond it end the rank
             raise ValueError(f"there are {len(pixels)} patches for a grid of {frames} x {rows} x {columns}")
         merge, where = self._spec.merge, places((frames, rows, columns), self._spec.merge)
-        x: Tensor = self.patches(pixels)
+        size = item.num_features, pixels.device.type
+        count, num_full = self._spec.num_slices(*size), self._spec.num_query_slices(*size)
+        x = yield from by_slices(self.patches, pixels, count)
         del arrays, pixels  # not needed while the layers wait for their steps
         x = x if self.embedding_norm is None else self.embedding_norm(x)
         if self.positions is not None:
@@ -86,17 +97,24 @@ class GridTower(Tower):
         levels = dict[int, Tensor]()
         for number, layer in enumerate(self.layers.values()):
             assert isinstance(layer, EncoderLayer)
-            x = layer.attend(x, frame_starts if number in self._spec.full_layers else starts, cos_sin, None)
-            yield None
-            x = layer.feed(x)
+            is_narrow = self._spec.window and number not in self._spec.full_layers
+            how = (starts, cos_sin, count, count) if is_narrow else (frame_starts, cos_sin, count, num_full)
+            yield from layer.steps(x, *how)
             if number in self._spec.levels:
                 level = self._spec.levels.index(number)
-                levels[level] = self.level_mergers[level](x)
-            yield None
+                levels[level] = yield from by_slices(self.level_mergers[level], x, FINE * count, merge**2)
+        merged = yield from by_slices(self._merged, x, FINE * count, merge**2)
+        if isinstance(self.merger, Resampler):
+            merged = yield from by_slices(self.merger.projected, self.merger.paired(merged, frames), FINE * count)
+        features = torch.cat((merged, *(levels[level] for level in sorted(levels))), dim=-1)
+        yield features if order is None else torch.empty_like(features).index_copy_(0, order, features)
+
+    def _merged(self, x: Tensor) -> Tensor:
+        """The output of the layers → features without those of levels, or what a resampler makes pairs of."""
         x = x if self.norm is None else self.norm(x)
         x = x if self.projector is None else self.projector(x)
-        features = torch.cat((self.merger(x), *(levels[level] for level in sorted(levels))), dim=-1)
-        yield features if order is None else torch.empty_like(features).index_copy_(0, order, features)
+        out: Tensor = self.merger(x)
+        return out
 
 
 def tower_layers(layers: tuple[LayerSpec, ...], width: int, parallel: Parallel) -> nn.ModuleDict:

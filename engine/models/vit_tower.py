@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.tower_spec import FINE
 from quire.engine.architecture.vit_spec import ConvolutionsSpec, FramedSpec, ViTSpec, WindowReaderSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.grid_rotary import AlternatingGridRotary, GridRotary, TurnsGridRotary
@@ -18,26 +19,13 @@ from quire.engine.layers.image_positions import ImagePositions, of_frames
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.patches import PatchEmbedding, patches_of, places
 from quire.engine.layers.projector import AnyResolution, Convolutions, Framed, Projector
-from quire.engine.models.encoder import EncoderLayer
+from quire.engine.models.encoder import EncoderLayer, by_slices, slices
 from quire.engine.models.tower import Tower, tower_layers
 from quire.engine.models.window_reader import WindowReaders
 from quire.engine.protocol.media import MediaItem
 
 Grid = tuple[int, int, int]
 """Tiles, and each one's rows and columns of patches."""
-
-
-class Pictures(NamedTuple):
-    """Pictures of one size, and the state of their layers."""
-
-    grid: Grid
-    x: Tensor
-    """`[tokens, width]`, tile by tile."""
-    starts: Tensor
-    """Of the tokens that attend to each other."""
-    cos_sin: Tensor
-    outputs: Sequence[Tensor] = ()
-    """The tokens after those of the layers so far that the projector reads."""
 
 
 class ViTTower(Tower):
@@ -77,18 +65,27 @@ class ViTTower(Tower):
 
     def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
         """See `Tower`."""
-        pictures = [self._embed(*each) for each in self._pictures(arrays, item)]
-        sizes = arrays.get("image_sizes")
-        del arrays  # not needed while the layers wait for their steps
+        spec, (pixels, grids) = self._spec, zip(*self._pictures(arrays, item), strict=True)
+        sizes, patches = arrays.get("image_sizes"), torch.cat([each.flatten(1) for each in pixels])
+        size = item.num_features, patches.device.type
+        count, num_query_slices = spec.num_slices(*size), spec.num_query_slices(*size)
+        del arrays, pixels  # not needed while the layers wait for their steps
+        x = yield from by_slices(self.patches, patches, count)
+        del patches
+        embedded = zip(x.split_with_sizes([math.prod(grid) for grid in grids]), grids, strict=True)
+        tokens, turns, lengths = zip(*(self._embed(*each) for each in embedded), strict=True)
+        x, cos_sin, starts = torch.cat(tokens), torch.cat(turns), F.pad(torch.cat(lengths).cumsum(0), (1, 0))
+        outputs = {0: x.clone()} if 0 in spec.outputs else {}
+        del tokens, turns
         for number, layer in enumerate(self.layers.values(), start=1):
             assert isinstance(layer, EncoderLayer)
-            pictures = [each._replace(x=layer.attend(each.x, each.starts, each.cos_sin, None)) for each in pictures]
-            yield None
-            pictures = [each._replace(x=layer.feed(each.x)) for each in pictures]
-            if number in self._spec.outputs:
-                pictures = [each._replace(outputs=(*each.outputs, each.x)) for each in pictures]
-            yield None
-        parts = [self._project(each) for each in pictures]
+            yield from layer.steps(x, starts, cos_sin, count, num_query_slices)
+            if number in spec.outputs:
+                outputs[number] = x.clone()
+        found = [outputs[number] if self.norm is None else self.norm(outputs[number]) for number in spec.outputs]
+        tokens = torch.cat(found, dim=-1).split_with_sizes([int(each.sum()) for each in lengths])
+        del x, outputs, found
+        parts = yield from self._project([*map(self._patches, tokens, grids)], FINE * count)
         if self.any_resolution is None:
             features = torch.cat([each.flatten(0, 2) for each in parts])
         elif item.kind == "video":
@@ -130,14 +127,14 @@ class ViTTower(Tower):
         for picture, (rows, columns) in zip(pictures, sizes, strict=True):
             yield picture[: rows * columns], (1, rows, columns)
 
-    def _embed(self, pixels: Tensor, grid: Grid) -> Pictures:
-        """Patches of a grid → the input of the layers."""
+    def _embed(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """Embedded patches of a grid → the input of the layers: tokens `[tokens, width]`, their rotary positions, and
+        how many of them attend to each other, one after another."""
         spec, (tiles, rows, columns) = self._spec, grid
-        x: Tensor = self.patches(pixels)
         x = self.positions(x.view(tiles, rows, columns, -1))
-        starts = torch.arange(tiles + 1) * x.shape[1]
+        lengths = torch.full((tiles,), x.shape[1])
         if spec.joins_frames and tiles > 1:
-            x, starts = x + of_frames(tiles, x.shape[2]).to(x)[:, None], starts[[0, -1]]
+            x, lengths = x + of_frames(tiles, x.shape[2]).to(x)[:, None], lengths.sum(dim=0, keepdim=True)
         cos_sin = x.new_empty(0)
         if self._rotary is not None:
             where = places((1, rows, columns), 1)
@@ -147,16 +144,32 @@ class ViTTower(Tower):
                 where = F.pad(where + 1, (1, 0) if spec.positions.class_token == "first" else (0, 1))
             cos_sin = self._rotary(where.repeat(1, tiles)).to(x.device)
         x = x.flatten(0, 1)
-        x = x if self.embedding_norm is None else self.embedding_norm(x)
-        return Pictures(grid, x, starts, cos_sin, (x,) if 0 in spec.outputs else ())
+        return x if self.embedding_norm is None else self.embedding_norm(x), cos_sin, lengths
 
-    def _project(self, picture: Pictures) -> Tensor:
-        """The output of the layers → features `[tiles, rows, columns, hidden_size]`"""
-        spec, (tiles, rows, columns) = self._spec, picture.grid
-        states = dict(zip(sorted({*spec.outputs}), picture.outputs, strict=True))
-        found = [states[number] if self.norm is None else self.norm(states[number]) for number in spec.outputs]
-        x = self.positions.patches(torch.unflatten(torch.cat(found, dim=-1), 0, (tiles, -1)))
-        if spec.joins_frames:
+    def _patches(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """The outputs of the layers for a grid `[tokens, …]` → what the projector reads, `[tiles, rows, columns, …]`"""
+        tiles, rows, columns = grid
+        x = self.positions.patches(torch.unflatten(tokens, 0, (tiles, -1)))
+        if self._spec.joins_frames:
             x = x.float().mean(dim=0, keepdim=True).to(x.dtype)
-        out: Tensor = self.projector(torch.unflatten(x, 1, (rows, columns)))
-        return out
+        return torch.unflatten(x, 1, (rows, columns))
+
+    def _project(self, pictures: Sequence[Tensor], count: int) -> Generator[None, None, list[Tensor]]:
+        """`[tiles, rows, columns, …]` each → features `[tiles, rows, columns, hidden_size]`. Pauses after each of
+        `count` slices: of tiles, or of their bands, if a feature is made of a square of patches alone."""
+        sides = [self.projector.side if isinstance(self.projector, Projector) else x.shape[1] for x in pictures]
+        batches = [
+            torch.unflatten(x[:, : x.shape[1] // side * side], 1, (-1, side)).flatten(0, 1)
+            for x, side in zip(pictures, sides, strict=True)
+        ]
+        firsts = [0, *accumulate(map(len, batches))]
+        parts: list[list[Tensor]] = [[] for _ in batches]
+        for begin, end in slices(firsts[-1], count):
+            for batch, first, found in zip(batches, firsts, parts, strict=False):
+                if len(piece := batch[max(0, begin - first) : max(0, end - first)]):
+                    found.append(self.projector(piece))
+            yield
+        return [
+            torch.unflatten(torch.cat(found), 0, (len(x), -1)).flatten(1, 2)
+            for x, found in zip(pictures, parts, strict=True)
+        ]

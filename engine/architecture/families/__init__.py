@@ -5,7 +5,7 @@ mapping from our names of their parameters to the checkpoint's names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
@@ -19,6 +19,7 @@ from quire.engine.architecture.families import (
     deepseek_v4,
     dots_note,
     ernie,
+    ernie_vl,
     exaone,
     gated_latent,
     gemma,
@@ -26,8 +27,10 @@ from quire.engine.architecture.families import (
     glm_vl,
     gpt,
     gptj,
+    granite_vision,
     gte,
     hunyuan,
+    kimi_k25,
     kimi_linear,
     lfm,
     llama,
@@ -61,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
     **llama4.FAMILIES,
     **llava.FAMILIES,
+    **granite_vision.FAMILIES,
     **mistral.FAMILIES,
     **gemma.FAMILIES,
     **olmo.FAMILIES,
@@ -74,8 +78,10 @@ FAMILIES: dict[str, Family] = {
     **phimoe.FAMILIES,
     **mimo.FAMILIES,
     **ernie.FAMILIES,
+    **ernie_vl.FAMILIES,
     **hunyuan.FAMILIES,
     **deepseek.FAMILIES,
+    **kimi_k25.FAMILIES,
     **deepseek_ocr.FAMILIES,
     **deepseek_v4.FAMILIES,
     **dots_note.FAMILIES,
@@ -108,9 +114,13 @@ def family_of(arch: ModelSpec) -> Family:
     return family.with_separate_experts() if arch.separate_experts else family
 
 
-def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the settings of the text part on top, if we know the text part of a model that takes more."""
-    names, part = config.get("architectures") or [], config.get("text_config")
+def of_text(config: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
+    """config.json with the settings of the text part on top, if we know the text part of a model that takes more, by
+    its architectures or by `names`."""
+    names = [*names, *(config.get("architectures") or ())]
+    if isinstance(model := config.get("vlm_config"), Mapping):  # ColPali's are made of a whole model
+        config = {**config, **model, "architectures": config.get("architectures")}
+    part = config.get("text_config", config.get("language_config"))
     if not isinstance(part, Mapping) or not any(name in FAMILIES for name in names):
         return dict(config)
     shared = {key: config[key] for key in ("architectures", "tie_word_embeddings") if key in config}

@@ -5,7 +5,9 @@ Logits are multiplied in models that take images, too; transformers' classes of 
 
 from __future__ import annotations
 
-from quire.engine.architecture.families import vit
+from typing import Any
+
+from quire.engine.architecture.families import towers, vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
@@ -22,7 +24,10 @@ from quire.engine.architecture.families.family import (
     windows,
 )
 from quire.engine.architecture.families.llama import NAMES
+from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
+from quire.engine.architecture.vit_spec import ProjectorSpec
+from quire.engine.protocol.errors import ConfigError
 
 
 def _cohere(name: str, config: Config) -> ModelSpec:
@@ -58,6 +63,28 @@ def _aya_vision(name: str, config: Config) -> ModelSpec:
     return _cohere(name, config)
 
 
+def _aya_media(config: Config) -> MediaSpec:
+    own, fields = towers.settings(config, "siglip_vision_model")
+    projector = _gated(config, norm=layer_norm(config.get("adapter_layer_norm_eps", 1e-6)))
+    tower = vit.tower(config, own, **fields, outputs=towers.outputs(config, own, -1), projector=projector)
+    return vit.media(config, tower, 255036, "full")
+
+
+def _cohere2_media(config: Config) -> MediaSpec:
+    own, fields = towers.settings(config, "siglip_vision_model")
+    projector = _gated({"alignment_intermediate_size": 36864, **config})
+    tower = vit.tower(config, own, **fields, norm=layer_norm(own["layer_norm_eps"]), projector=projector)
+    return vit.media(config, tower, 255036)
+
+
+def _gated(config: Config, **changes: Any) -> ProjectorSpec:
+    inner = int(config.get("alignment_intermediate_size") or config["hidden_size"])
+    if inner % 2:
+        raise ConfigError(f"alignment_intermediate_size {inner} is not even")
+    side = int(config.get("downsample_factor", 2))
+    return ProjectorSpec(side=side, inner_size=inner // 2, activation="silu", is_gated=True, **changes)
+
+
 _COMMON = {
     "max_position_embeddings": 8192,
     "layer_norm_eps": 1e-5,
@@ -70,18 +97,18 @@ FAMILIES = {
     "Cohere2ForCausalLM": Family(_cohere, NAMES, _COHERE2),
     "Cohere2VisionForConditionalGeneration": Family(
         _cohere,
-        of_multimodal(NAMES) | vit.SIGLIP_NAMES,
+        of_multimodal(NAMES) | towers.SIGLIP_NAMES,
         _COHERE2,
         ignored_prefixes=NOT_TEXT,
-        ignored_pattern=vit.UNUSED,
-        media=vit.with_tower(vit.cohere2_vision),
+        ignored_pattern=towers.UNUSED,
+        media=vit.with_tower(_cohere2_media),
     ),
     "AyaVisionForConditionalGeneration": Family(
         _aya_vision,
-        in_language_model(NAMES) | vit.SIGLIP_NAMES,
+        in_language_model(NAMES) | towers.SIGLIP_NAMES,
         _COHERE2,
         ignored_prefixes=NOT_TEXT,
-        ignored_pattern=vit.UNUSED,
-        media=vit.with_tower(vit.aya_vision),
+        ignored_pattern=towers.UNUSED,
+        media=vit.with_tower(_aya_media),
     ),
 }

@@ -3,19 +3,15 @@ grouped routing. DeepSeek V3.2 and GLM-5: the same with sparse attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from quire.engine.architecture.attention_spec import IndexerSpec, MLASpec
-from quire.engine.architecture.families import vit
 from quire.engine.architecture.families.family import (
-    NOT_TEXT,
     Config,
     Family,
     activation,
     architecture,
     feed_forward,
-    in_language_model,
     layer_norm,
     query_scale,
     require,
@@ -29,7 +25,7 @@ from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 
-def _deepseek(name: str, config: Config, experts: MoESpec | None = None) -> ModelSpec:
+def deepseek(name: str, config: Config, experts: MoESpec | None = None) -> ModelSpec:
     norm, rotary_dim = rms_norm(config), int(config["qk_rope_head_dim"])
     scaling = {**(config.get("rope_parameters") or config.get("rope_scaling") or {}), "partial_rotary_factor": None}
     config = {**config, "rope_parameters": scaling, "partial_rotary_factor": None}
@@ -75,7 +71,7 @@ def are_mixtures(config: Config) -> list[bool]:
 
 def sparse(name: str, config: Config) -> ModelSpec:
     """Layers run their own indexer or (GLM-5) attend to the tokens that the last indexer before them selected."""
-    arch = _deepseek(name, config)
+    arch = deepseek(name, config)
     kinds = indexer_types(config)
     if len(kinds) != arch.num_layers or not set(kinds) <= {"full", "shared"}:
         raise ConfigError(f"indexer_types {kinds!r}: expected full or shared for each of the {arch.num_layers} layers")
@@ -135,7 +131,7 @@ def mistral4(name: str, config: Config) -> ModelSpec:
     experts = sigmoid_experts({**config, "scoring_func": "sigmoid", "topk_method": "noaux_tc"})
     if not config.get("rope_parameters"):
         config = {**config, "rope_parameters": _MISTRAL4_ROPE}
-    return _deepseek(name, config, replace(experts, scoring="softmax", correction_bias=False))
+    return deepseek(name, config, replace(experts, scoring="softmax", correction_bias=False))
 
 
 _NAMES = NAMES_BY_EXPERT | {
@@ -212,14 +208,9 @@ MISTRAL4 = {
 }
 
 
-def _kimi_names(arch: ModelSpec) -> Mapping[str, str]:
-    """Kimi K2.5 takes images, too."""
-    return in_language_model(names(arch)) | vit.KIMI_K25_NAMES
-
-
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(
-        _deepseek,
+        deepseek,
         names,
         {
             **_COMMON,
@@ -231,7 +222,7 @@ FAMILIES = {
         },
     ),
     "DeepseekV3ForCausalLM": Family(
-        _deepseek,
+        deepseek,
         names,
         V3,
         after_layers="multi-token prediction",
@@ -252,8 +243,4 @@ FAMILIES = {
         draft_heads={"mtp": MTP_LAYER},
     ),
     "Mistral4ForCausalLM": Family(mistral4, mistral4_names, MISTRAL4),
-    **dict.fromkeys(
-        ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),  # its publisher's, and transformers'
-        Family(_deepseek, _kimi_names, V3, ignored_prefixes=NOT_TEXT, media=vit.with_tower(vit.kimi_k25)),
-    ),
 }

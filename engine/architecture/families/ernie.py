@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from quire.engine.architecture.families.family import (
     Config,
     DraftHeadLayout,
@@ -19,6 +22,7 @@ from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.families.moe import NAMES_BY_EXPERT
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
+from quire.engine.protocol.errors import ConfigError
 
 
 def _layer(config: Config, feed_forward: MLPSpec | MoESpec) -> LayerSpec:
@@ -43,7 +47,9 @@ def _mtp(config: Config) -> list[LayerSpec]:
     return [_layer(config, feed_forward(config, bias=False))]
 
 
-def _ernie_moe(name: str, config: Config) -> ModelSpec:
+def mixture(name: str, config: Config, kinds: Sequence[str] | None = None, **changes: Any) -> ModelSpec:
+    """`kinds` say of each layer whether it is dense or sparse; None: by numbers. `changes` are fields of the
+    mixture."""
     bias, size, shared = (
         bool(config["use_bias"]),
         int(config["moe_intermediate_size"]),
@@ -57,12 +63,17 @@ def _ernie_moe(name: str, config: Config) -> ModelSpec:
         renormalize=True,
         correction_bias=True,
         shared=feed_forward(config, intermediate_size=size * int(shared), bias=bias) if shared else None,
+        **changes,
     )
     every, count = int(config["moe_layer_interval"]), int(config["num_hidden_layers"])
     first, last = int(config["moe_layer_start_index"]), int(config["moe_layer_end_index"])
     sparse = range(first, count if last == -1 else last + 1)
-    mixture, dense = _layer(config, experts), _layer(config, feed_forward(config, bias=bias))
-    layers = [mixture if number in sparse and (number + 1) % every == 0 else dense for number in range(count)]
+    if kinds is None:
+        kinds = ["sparse" if number in sparse and (number + 1) % every == 0 else "dense" for number in range(count)]
+    parts: dict[str, MLPSpec | MoESpec] = {"sparse": experts, "dense": feed_forward(config, bias=bias)}
+    if len(kinds) != count or not {*kinds} <= parts.keys():
+        raise ConfigError(f"mlp_layer_types {kinds!r}: expected dense or sparse for each of the {count} layers")
+    layers = [_layer(config, parts[kind]) for kind in kinds]
     return architecture(name, config, layers, rms_norm(config), head_bias=bias)
 
 
@@ -82,24 +93,25 @@ _MTP = DraftHeadLayout(
     },
     layers=_mtp,
 )
-_CORRECTION = "layers.feed_forward.router.correction_bias"
+MOE_DEFAULTS = {
+    **_COMMON,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+}
+CORRECTION = "layers.feed_forward.router.correction_bias"
 FAMILIES = {
     "Ernie4_5ForCausalLM": Family(_ernie, NAMES, {**_COMMON, "num_key_value_heads": 2, "head_dim": 128}),
     "Ernie4_5_MoeForCausalLM": Family(
-        _ernie_moe,
-        NAMES_BY_EXPERT | {_CORRECTION: "model.layers.{layer}.mlp.moe_statics.e_score_correction_bias"},
-        {
-            **_COMMON,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 1536,
-            "moe_k": 6,
-            "moe_num_experts": 64,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
-            "moe_layer_end_index": -1,
-            "moe_layer_interval": 1,
-        },
-        leading_ones=frozenset({_CORRECTION}),
+        mixture,
+        NAMES_BY_EXPERT | {CORRECTION: "model.layers.{layer}.mlp.moe_statics.e_score_correction_bias"},
+        MOE_DEFAULTS,
+        leading_ones=frozenset({CORRECTION}),
         ignored_prefixes=("model.mtp_",),
         draft_heads={"mtp": _MTP},
     ),

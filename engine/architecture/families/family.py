@@ -101,6 +101,9 @@ class Family:
     """A pattern of unneeded names in old checkpoints."""
     classifier: tuple[HeadLayer, ...] | HeadOf = (HeadLayer("score", bias=False),)
     """The head of `…ForSequenceClassification`; its last layer has a row for each label."""
+    token_layer: str = ""
+    """The layer that makes `embedding_dim` numbers of each token's hidden state, for late interaction (ColPali); empty:
+    the model has none."""
     after_layers: str = ""
     """The purpose of extra layers after the last one, in checkpoints that have some; they are not part of the model."""
     media: Callable[[ModelSpec, Config], ModelSpec] | None = None

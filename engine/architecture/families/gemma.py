@@ -1,13 +1,13 @@
-"""Gemma 1, 2, 3, 3n and 4 (text), EmbeddingGemma: norms stored minus 1, post-norms, scaled embeddings, windows,
+"""Gemma 1, 2, 3, 3n and 4, PaliGemma, EmbeddingGemma: norms stored minus 1, post-norms, scaled embeddings, windows,
 soft-capping."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from quire.engine.architecture.encoder_spec import bidirectional
-from quire.engine.architecture.families import vit
+from quire.engine.architecture.families import gemma_vl, mobilenet, towers, vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
@@ -96,6 +96,26 @@ def _gemma2(name: str, config: Config) -> ModelSpec:
         logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
     )
     return bidirectional(arch, reach=int(config["sliding_window"]) // 2) if is_encoder else arch
+
+
+def _paligemma(name: str, config: Config) -> ModelSpec:
+    """Gemma 1 or 2, by the `model_type` of the text part. transformers sets `use_bidirectional_attention`, which has no
+    effect on prompts without images."""
+    kind = config["model_type"]
+    if kind not in _PALIGEMMA_TEXTS:
+        raise ConfigError(
+            f"text_config of model_type {kind!r} is not supported; supported: {', '.join(_PALIGEMMA_TEXTS)}"
+        )
+    text, defaults = _PALIGEMMA_TEXTS[kind]
+    return text(name, {**defaults, **config, "use_bidirectional_attention": None})
+
+
+def _paligemma_names(arch: ModelSpec) -> Mapping[str, str]:
+    return of_multimodal(NAMES if arch.layers[0].attention_post_norm is None else _BOTH) | gemma_vl.PALIGEMMA_NAMES
+
+
+def _colpali_names(arch: ModelSpec) -> Mapping[str, str]:
+    return {module: name.replace("model.", "vlm.", 1) for module, name in _paligemma_names(arch).items()}
 
 
 def _gemma4(name: str, config: Config) -> ModelSpec:
@@ -250,6 +270,7 @@ def _kv_sources(config: Config, kinds: Sequence[str]) -> list[int | None]:
 
 
 _COMMON = {"tie_word_embeddings": True, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+_GEMMA = {**_COMMON, "max_position_embeddings": 8192, "num_key_value_heads": 16}
 _GEMMA2 = {
     **_COMMON,
     "max_position_embeddings": 8192,
@@ -355,29 +376,55 @@ _GEMMA3N_NAMES = (
         "layers.laurel.norm": "model.layers.{layer}.laurel.post_laurel_norm",
     }
 )
+_PALIGEMMA_TEXTS = {"gemma": (_gemma, _GEMMA), "gemma2": (_gemma2, _GEMMA2)}
 _UNUSED = r"self_attn\.[kv]_(proj|norm)\.weight$"
 """Unused tensors of layers that read the keys and values of another layer."""
 FAMILIES = {
     "Gemma3nForCausalLM": Family(_gemma3n, _GEMMA3N_NAMES, _GEMMA3N, ignored_pattern=_UNUSED),
     "Gemma3nForConditionalGeneration": Family(
-        _gemma3n, of_multimodal(_GEMMA3N_NAMES), _GEMMA3N, ignored_prefixes=NOT_TEXT, ignored_pattern=_UNUSED
+        _gemma3n,
+        of_multimodal(_GEMMA3N_NAMES) | mobilenet.NAMES,
+        _GEMMA3N,
+        ignored_prefixes=NOT_TEXT,
+        ignored_pattern=_UNUSED,
+        media=lambda arch, config: replace(arch, media=mobilenet.media(config)),
     ),
-    "GemmaForCausalLM": Family(_gemma, NAMES, {**_COMMON, "max_position_embeddings": 8192, "num_key_value_heads": 16}),
+    "GemmaForCausalLM": Family(_gemma, NAMES, _GEMMA),
+    "PaliGemmaForConditionalGeneration": Family(
+        _paligemma,
+        _paligemma_names,
+        {"tie_word_embeddings": True, "use_bidirectional_attention": True},
+        ignored_prefixes=NOT_TEXT,
+        ignored_pattern=towers.UNUSED,
+        media=vit.with_tower(gemma_vl.paligemma),
+    ),
+    "ColPaliForRetrieval": Family(
+        _paligemma,
+        _colpali_names,
+        {"tie_word_embeddings": True, "use_bidirectional_attention": True},
+        prefix="vlm.",
+        ignored_prefixes=tuple(
+            f"vlm.{part}." for part in ("lm_head", "language_model.lm_head", "vision_tower", "multi_modal_projector")
+        ),
+        ignored_pattern=towers.UNUSED,
+        token_layer="embedding_proj_layer",
+        media=vit.with_tower(gemma_vl.paligemma),
+    ),
     "Gemma2ForCausalLM": Family(_gemma2, _BOTH, _GEMMA2),
     "Gemma3ForCausalLM": Family(_gemma2, _BOTH, _GEMMA3),
     "Gemma4ForCausalLM": Family(_gemma4, _GEMMA4_NAMES, _GEMMA4, ignored_pattern=_UNUSED),
     "Gemma4ForConditionalGeneration": Family(
         _gemma4,
-        of_multimodal(_GEMMA4_NAMES) | vit.GEMMA4_NAMES,
+        of_multimodal(_GEMMA4_NAMES) | gemma_vl.GEMMA4_NAMES,
         _GEMMA4,
-        scalars=vit.GEMMA4_SCALARS,
+        scalars=gemma_vl.GEMMA4_SCALARS,
         ignored_prefixes=NOT_TEXT,
         ignored_pattern=_UNUSED,
-        media=vit.with_tower(vit.gemma4),
+        media=vit.with_tower(gemma_vl.gemma4),
     ),
     "Gemma3ForConditionalGeneration": Family(
         _gemma2,
-        of_multimodal(_BOTH) | vit.GEMMA3_NAMES,
+        of_multimodal(_BOTH) | gemma_vl.GEMMA3_NAMES,
         {
             **_GEMMA3,
             "vocab_size": 262208,
@@ -388,7 +435,7 @@ FAMILIES = {
         },
         is_transposed=lambda module: module == "tower.projector.down",
         ignored_prefixes=NOT_TEXT,
-        ignored_pattern=vit.UNUSED,
-        media=vit.with_tower(vit.gemma3),
+        ignored_pattern=towers.UNUSED,
+        media=vit.with_tower(gemma_vl.gemma3),
     ),
 }

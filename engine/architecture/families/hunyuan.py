@@ -17,6 +17,7 @@ from quire.engine.architecture.families.family import (
     attention,
     feed_forward,
     head_dim,
+    layer_norm,
     require,
     rms_norm,
     rope,
@@ -25,6 +26,8 @@ from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.families.moe import NAMES_BY_EXPERT
 from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
+from quire.engine.architecture.spec_parts import NormSpec
+from quire.engine.architecture.vit_spec import FramedSpec, ViTSpec
 
 
 def _attention(config: Config) -> AttentionSpec:
@@ -70,8 +73,29 @@ def _media(arch: ModelSpec, config: Config) -> ModelSpec:
         return replace(layer, attention=replace(attention, rope=turns))
 
     changed = {layer: of(layer) for layer in set(arch.layers)}
-    media = replace(vit.hunyuan(config), place_axes=len(sections))
+    media = vit.media(config, _tower(config), 120120, place_axes=len(sections))
     return replace(arch, layers=tuple(changed[layer] for layer in arch.layers), media=media)
+
+
+def _tower(config: Config) -> ViTSpec:
+    own = {**_VISION, **config["vision_config"]}
+    require(own, "model_type", None, "hunyuan_vl_vision")
+    require(own, "interpolate_mode", "bilinear", "bicubic")
+    require(own, "temporal_patch_size", 1)
+    grid = int(own["max_image_size"]) // vit.side(own["patch_size"])
+    projector = FramedSpec(
+        side=int(own["spatial_merge_size"]),
+        activation=activation(own["hidden_act"]),
+        norm=NormSpec(eps=float(own["rms_norm_eps"])),
+    )
+    return vit.tower(
+        config,
+        own,
+        **vit.tokens(own, kind=own["interpolate_mode"], grid=grid, unused=1),
+        pixels="grids",
+        layer=vit.layer(own, layer_norm(own["rms_norm_eps"])),
+        projector=projector,
+    )
 
 
 def _hunyuan_moe(name: str, config: Config) -> ModelSpec:
@@ -102,12 +126,35 @@ _QK_NORM = {
     "layers.attention.query_norm": "model.layers.{layer}.self_attn.query_layernorm",
     "layers.attention.key_norm": "model.layers.{layer}.self_attn.key_layernorm",
 }
+_VISION = (
+    vit.DEFAULTS
+    | {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+    | {"patch_size": 16, "hidden_act": "gelu", "rms_norm_eps": 1e-5, "max_image_size": 2048}
+    | {"interpolate_mode": "bilinear", "temporal_patch_size": 1, "spatial_merge_size": 2}
+)
+_LAYER = "vit.layers.{layer}."
+_TOWER_NAMES = {
+    "tower.patches": "vit.embeddings.patch_embedding",
+    "tower.positions.weight": "vit.embeddings.position_embedding.weight",
+    "tower.layers.attention_norm": f"{_LAYER}input_layernorm",
+    "tower.layers.attention.qkv": f"{_LAYER}self_attn.{{part}}_proj",
+    "tower.layers.attention.output": f"{_LAYER}self_attn.o_proj",
+    "tower.layers.feed_forward_norm": f"{_LAYER}post_attention_layernorm",
+    "tower.layers.feed_forward.gate_up": f"{_LAYER}mlp.dense_h_to_4h",
+    "tower.layers.feed_forward.down": f"{_LAYER}mlp.dense_4h_to_h",
+    "tower.projector.patch_norm": "vit.perceive.before_rms",
+    "tower.projector.first": "vit.perceive.proj.0",
+    "tower.projector.second": "vit.perceive.proj.2",
+    "tower.projector.down": "vit.perceive.mlp",
+    **{f"tower.projector.marks.{kind}": f"vit.perceive.image_{kind}" for kind in ("newline", "begin", "end")},
+    "tower.projector.norm": "vit.perceive.after_rms",
+}
 _COMMON = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 FAMILIES = {
     "HunYuanDenseV1ForCausalLM": Family(_hunyuan, NAMES | _QK_NORM, _COMMON),
     "HunYuanVLForConditionalGeneration": Family(
         _hunyuan_vl,
-        NAMES | _QK_NORM | vit.HUNYUAN_NAMES,
+        NAMES | _QK_NORM | _TOWER_NAMES,
         {**_COMMON, "tie_word_embeddings": True, "image_token_id": 120120},
         {"attention_head_dim": "head_dim", "org_vocab_size": "vocab_size"},
         ignored_prefixes=("vit.",),

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.architecture.families import vit
+from quire.engine.architecture.families import towers, vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
     Family,
+    activation,
     architecture,
     attention,
     feed_forward,
     head_dim,
+    layer_norm,
     layers_by_kind,
     of_multimodal,
     rms_norm,
     rope,
 )
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.recurrent_spec import ShortConvSpec
+from quire.engine.architecture.vit_spec import ProjectorSpec
 
 _NAMES = {
     "embedding": "model.embed_tokens",
@@ -154,6 +158,21 @@ _DEFAULTS = {
     "conv_L_cache": 3,
     "tie_word_embeddings": True,
 }
+
+
+def _media(config: Config) -> MediaSpec:
+    own, fields = towers.settings(config, "siglip2_vision_model")
+    projector = ProjectorSpec(
+        side=int(config.get("downsample_factor", 2)),
+        norm=layer_norm(1e-5) if config.get("projector_use_layernorm", True) else None,
+        inner_size=int(config.get("projector_hidden_size", 2560)),
+        activation=activation(config.get("projector_hidden_act") or "gelu"),
+        bias=bool(config.get("projector_bias", True)),
+    )
+    tower = vit.tower(config, own, **fields, norm=layer_norm(own["layer_norm_eps"]), projector=projector)
+    return vit.media(config, tower, 396)
+
+
 _LFM2 = (
     _DEFAULTS
     | {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True}
@@ -163,11 +182,13 @@ FAMILIES = {
     "Lfm2ForCausalLM": Family(_lfm2, _NAMES, _LFM2),
     "Lfm2VlForConditionalGeneration": Family(
         _lfm2,
-        of_multimodal(_NAMES) | vit.LFM2_NAMES,
+        of_multimodal(_NAMES)
+        | towers.SIGLIP_NAMES
+        | {"tower.projector.norm": "model.multi_modal_projector.layer_norm"},
         _LFM2,
         ignored_prefixes=NOT_TEXT,
-        ignored_pattern=vit.UNUSED,
-        media=vit.with_tower(vit.lfm2_vl),
+        ignored_pattern=towers.UNUSED,
+        media=vit.with_tower(_media),
     ),
     "Lfm2MoeForCausalLM": Family(
         _lfm2_moe,

@@ -104,6 +104,13 @@ def _seed_oss(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
 
 
+_PHI4 = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_PHI4 |= {"num_key_value_heads": 8}
+_PHI4_PARTS = ("model.embed_tokens_extend.",)
+_PHI4_NAMES = {module: f"{name}.base_layer" if name.endswith("_proj") else name for module, name in FUSED.items()}
+"""As published, with adapters for pictures and speech beside the matrices, which text does not use."""
+
+
 def _phi3(name: str, config: Config) -> ModelSpec:
     """Older configs use other names for longrope."""
     settings = ("rope_parameters", "rope_scaling")
@@ -232,4 +239,12 @@ FAMILIES = {
         },
     ),
     "Phi3ForCausalLM": Family(_phi3, FUSED, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
+    "Phi4MultimodalForCausalLM": Family(_phi3, FUSED, _PHI4, ignored_prefixes=_PHI4_PARTS),
+    "Phi4MMForCausalLM": Family(
+        _phi3,
+        _PHI4_NAMES,
+        _PHI4,
+        ignored_prefixes=_PHI4_PARTS,
+        ignored_pattern=r"\.lora_[AB]\.(vision|speech)\.weight$",
+    ),
 }

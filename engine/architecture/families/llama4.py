@@ -1,4 +1,4 @@
-"""Llama 4, for text: chunked attention, layers without positions whose queries grow, and one expert for each token."""
+"""Llama 4: chunked attention, layers without positions whose queries grow, and one expert for each token."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from quire.engine.architecture.families.family import (
     attention,
     feed_forward,
     head_dim,
+    layer_norm,
     of_multimodal,
     require,
     rms_norm,
@@ -21,8 +22,10 @@ from quire.engine.architecture.families.family import (
 from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.families.moe import STACKED_EXPERTS
 from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.spec_parts import NormSpec, QueryScaleSpec
+from quire.engine.architecture.vit_spec import ProjectorSpec
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -77,6 +80,33 @@ def _llama4(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm, max_position=positions)
 
 
+def _media(config: Config) -> MediaSpec:
+    own = {**_VISION, **config["vision_config"]}
+    require(own, "model_type", None, "llama4_vision_model")
+    inner = int(own["projector_input_dim"])
+    require(own, "projector_output_dim", inner)
+    require(own, "vision_output_dim", inner)
+    projector = ProjectorSpec(
+        side=round(1 / float(own["pixel_shuffle_ratio"])),
+        merged_size=inner,
+        activates_merged=True,
+        inner_size=inner,
+        bias=False,
+    )
+    norm = layer_norm(1e-5)
+    tower = vit.tower(
+        config,
+        own,
+        **vit.tokens(own, bias=False, is_linear=True, kind="learned", class_token="last"),
+        rotary="columns first",
+        embedding_norm=norm,
+        layer=vit.layer({**own, "hidden_act": "gelu"}, norm, rope=vit.rope(own, is_interleaved=True)),
+        norm=norm,
+        projector=projector,
+    )
+    return vit.media(config, tower, 200092)
+
+
 _NAMES = NAMES | {
     "layers.feed_forward.gate_up": "model.layers.{layer}.feed_forward.{part}_proj",
     "layers.feed_forward.down": "model.layers.{layer}.feed_forward.down_proj",
@@ -102,6 +132,28 @@ _DEFAULTS = {
     "floor_scale": 8192,
     "attn_scale": 0.1,
 }
+_VISION = (
+    vit.DEFAULTS
+    | {"intermediate_size": 5632, "num_hidden_layers": 34, "num_attention_heads": 16, "image_size": 448}
+    | {"patch_size": 14, "projector_input_dim": 4096, "projector_output_dim": 4096, "pixel_shuffle_ratio": 0.5}
+)
+_LAYER = "vision_model.model.layers.{layer}."
+_TOWER_NAMES = {
+    "tower.patches": "vision_model.patch_embedding.linear",
+    "tower.positions.class_token": "vision_model.class_embedding",
+    "tower.positions.weight": "vision_model.positional_embedding_vlm",
+    "tower.embedding_norm": "vision_model.layernorm_pre",
+    "tower.layers.attention_norm": f"{_LAYER}input_layernorm",
+    "tower.layers.attention.qkv": f"{_LAYER}self_attn.{{part}}_proj",
+    "tower.layers.attention.output": f"{_LAYER}self_attn.o_proj",
+    "tower.layers.feed_forward_norm": f"{_LAYER}post_attention_layernorm",
+    "tower.layers.feed_forward.gate_up": f"{_LAYER}mlp.fc1",
+    "tower.layers.feed_forward.down": f"{_LAYER}mlp.fc2",
+    "tower.norm": "vision_model.layernorm_post",
+    "tower.projector.merged": "vision_model.vision_adapter.mlp.fc1",
+    "tower.projector.up": "vision_model.vision_adapter.mlp.fc2",
+    "tower.projector.down": "multi_modal_projector.linear_1",
+}
 
 
 def _is_transposed(module: str) -> bool:
@@ -112,10 +164,10 @@ FAMILIES = {
     "Llama4ForCausalLM": Family(_llama4, _NAMES, _DEFAULTS, is_transposed=_is_transposed),
     "Llama4ForConditionalGeneration": Family(
         _llama4,
-        of_multimodal(_NAMES) | vit.LLAMA4_NAMES,
+        of_multimodal(_NAMES) | _TOWER_NAMES,
         _DEFAULTS,
         is_transposed=_is_transposed,
         ignored_prefixes=NOT_TEXT,
-        media=vit.with_tower(vit.llama4),
+        media=vit.with_tower(_media),
     ),
 }

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from quire.engine.architecture.attention_spec import MLASpec
-from quire.engine.architecture.families import deepseek, llama, vit
+from quire.engine.architecture.families import deepseek, llama, towers, vit
 from quire.engine.architecture.families.family import (
     NOT_TEXT,
     Config,
@@ -21,7 +20,9 @@ from quire.engine.architecture.families.family import (
     windows,
 )
 from quire.engine.architecture.families.llama import NAMES, sequential
+from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.architecture.model_spec import ModelSpec
+from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -51,15 +52,26 @@ def _mistral3(name: str, config: Config) -> ModelSpec:
     return of_kind(name, {**defaults, **config})
 
 
-def _mistral3_media(arch: ModelSpec, config: Config) -> ModelSpec:
-    """The projector has the text part's norm, whose default depends on the part."""
-    assert arch.norm is not None
-    return replace(arch, media=vit.mistral3({**config, "rms_norm_eps": arch.norm.eps}))
+def mistral3_media(config: Config) -> MediaSpec:
+    """Of LightOnOCR, too. The projector has the text part's norm, whose default depends on the part."""
+    own, fields = towers.settings(config, "pixtral")
+    outputs = towers.outputs(config, own, -1)
+    if len(outputs) > 1:
+        raise ConfigError("vision_feature_layer with several layers is not supported")
+    projector = towers.two_layers(
+        config,
+        patch_norm=NormSpec(eps=float(config["rms_norm_eps"])),
+        side=int(config.get("spatial_merge_size", 2)),
+        merging="channels",
+        merged_size=int(own["hidden_size"]),
+        bias=bool(config.get("multimodal_projector_bias", False)),
+    )
+    return vit.media(config, vit.tower(config, own, **fields, outputs=outputs, projector=projector), 10)
 
 
 def _mistral3_names(arch: ModelSpec) -> Mapping[str, str]:
     is_fourth = isinstance(arch.layers[0].attention, MLASpec)
-    return of_multimodal(deepseek.mistral4_names(arch) if is_fourth else NAMES) | vit.names(arch)
+    return of_multimodal(deepseek.mistral4_names(arch) if is_fourth else NAMES) | towers.names(arch)
 
 
 _ROPE = {
@@ -87,7 +99,7 @@ FAMILIES = {
         _mistral3,
         _mistral3_names,
         ignored_prefixes=NOT_TEXT,
-        ignored_pattern=vit.UNUSED,
-        media=_mistral3_media,
+        ignored_pattern=towers.UNUSED,
+        media=vit.with_tower(mistral3_media),
     ),
 }

@@ -129,6 +129,13 @@ def _qwen2_media(arch: ModelSpec, config: Config) -> ModelSpec:
     return replace(with_axes(arch, config, (16, 24, 24), is_mixed=False), media=media)
 
 
+def _colqwen2_media(arch: ModelSpec, config: Config) -> ModelSpec:
+    """Its processor knows no videos."""
+    found = _qwen2_media(arch, config)
+    assert found.media is not None
+    return replace(found, media=replace(found.media, video_token_id=None))
+
+
 def _qwen25_media(arch: ModelSpec, config: Config) -> ModelSpec:
     vision = config["vision_config"]
     inner = MLPSpec(
@@ -193,7 +200,8 @@ def tower_names(prefix: str, feed_forward: Mapping[str, str], merger: Mapping[st
 
 
 _QWEN2_MERGER = {"norm": "ln_q", "up": "mlp.0", "down": "mlp.2"}
-_QWEN2_TOWER = tower_names("visual", {"gate_up": "fc1", "down": "fc2"}, _QWEN2_MERGER)
+_QWEN2_FEED_FORWARD = {"gate_up": "fc1", "down": "fc2"}
+_QWEN2_TOWER = tower_names("visual", _QWEN2_FEED_FORWARD, _QWEN2_MERGER)
 _QWEN25_TOWER = tower_names("visual", {"gate_up": "{part}_proj", "down": "down_proj"}, _QWEN2_MERGER)
 _QWEN3_MERGER = {"norm": "norm", "up": "linear_fc1", "down": "linear_fc2"}
 QWEN3_TOWER = {
@@ -213,6 +221,16 @@ def _is_transposed(module: str) -> bool:
 FAMILIES = {
     "Qwen2VLForConditionalGeneration": Family(
         llama.qwen2, llama.NAMES | _QWEN2_TOWER, _QWEN2 | _TOKENS, ignored_prefixes=NOT_TEXT, media=_qwen2_media
+    ),
+    "ColQwen2ForRetrieval": Family(
+        llama.qwen2,
+        {module: name.replace("model.", "vlm.language_model.", 1) for module, name in llama.NAMES.items()}
+        | tower_names("vlm.visual", _QWEN2_FEED_FORWARD, _QWEN2_MERGER),
+        _QWEN2 | _TOKENS,
+        prefix="vlm.",
+        ignored_prefixes=("vlm.lm_head.", "vlm.visual."),
+        token_layer="embedding_proj_layer",
+        media=_colqwen2_media,
     ),
     "Qwen2_5_VLForConditionalGeneration": Family(
         llama.qwen2, llama.NAMES | _QWEN25_TOWER, _QWEN2 | _TOKENS, ignored_prefixes=NOT_TEXT, media=_qwen25_media

@@ -15,6 +15,7 @@ from quire.engine.architecture.families.family import (
     architecture,
     attention,
     head_dim,
+    layer_norm,
     layers_by_kind,
     require,
     rms_norm,
@@ -22,8 +23,10 @@ from quire.engine.architecture.families.family import (
 )
 from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
-from quire.engine.architecture.spec_parts import GatedActivation, RopeSpec
+from quire.engine.architecture.spec_parts import GatedActivation, NormSpec, RopeSpec
+from quire.engine.architecture.vit_spec import ConvolutionsSpec
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -144,6 +147,26 @@ def _activation(config: Config, setting: str, number: int) -> GatedActivation:
     return _LIMITED[limit]
 
 
+def _media(config: Config) -> MediaSpec:
+    """vision_config has the names of its publisher, or of transformers."""
+    vision = config["vision_config"]
+    renamed = {name: vision[own] for own, name in _VISION_NAMES.items() if own in vision}
+    own = {**_VISION, **vision, **renamed}
+    norm, scale = layer_norm(own["layer_norm_eps"]), NormSpec(eps=0.0, kind="scale")
+    own["intermediate_size"] = int(own["hidden_size"] * own["mlp_ratio"])
+    layer = vit.layer(own, norm, rope=vit.rope(own, is_interleaved=True))
+    tower = vit.tower(
+        config,
+        own,
+        **vit.tokens(own, bias=False, kind="bilinear"),
+        rotary="columns first",
+        embedding_norm=norm,
+        layer=replace(layer, attention_post_norm=scale, feed_forward_post_norm=scale),
+        projector=ConvolutionsSpec(bias=bool(config.get("projector_bias", False))),
+    )
+    return vit.media(config, tower, 151679)
+
+
 _LIMITED: dict[float, GatedActivation] = {0: "silu", 7: "silu_7", 16: "silu_16"}
 _NAMES = NAMES | {
     "layers.attention.qkv.gate": "model.layers.{layer}.self_attn.g_proj",
@@ -169,6 +192,30 @@ _MTP = DraftHeadLayout(
     has_own_logits=True,
     reads_normed=False,
 )
+_VISION = (
+    vit.DEFAULTS
+    | {"hidden_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 16, "image_size": 728, "patch_size": 14}
+    | {"mlp_ratio": 8960 / 1536}
+)
+_VISION_NAMES = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+_LAYER = "vision_model.transformer.resblocks.{layer}."
+_TOWER_NAMES = {
+    "tower.patches": "vision_model.conv1",
+    "tower.positions.weight": "vision_model.positional_embedding",
+    "tower.embedding_norm": "vision_model.ln_pre",
+    "tower.layers.attention_norm": f"{_LAYER}ln_1",
+    "tower.layers.attention.qkv.weight": f"{_LAYER}attn.in_proj_weight",
+    "tower.layers.attention.qkv.bias": f"{_LAYER}attn.in_proj_bias",
+    "tower.layers.attention.output": f"{_LAYER}attn.out_proj",
+    "tower.layers.attention_post_norm.weight": f"{_LAYER}ls_1.gamma",
+    "tower.layers.feed_forward_norm": f"{_LAYER}ln_2",
+    "tower.layers.feed_forward.gate_up": f"{_LAYER}mlp.c_fc",
+    "tower.layers.feed_forward.down": f"{_LAYER}mlp.c_proj",
+    "tower.layers.feed_forward_post_norm.weight": f"{_LAYER}ls_2.gamma",
+    "tower.projector.first": "vision_model.vit_downsampler1",
+    "tower.projector.second": "vision_model.vit_downsampler2",
+    "tower.projector.down": "vit_large_projector",
+}
 _FAMILY = Family(
     _step,
     _NAMES,
@@ -198,7 +245,5 @@ _FAMILY = Family(
 )
 FAMILIES = {
     "Step3p5ForCausalLM": _FAMILY,
-    "Step3p7ForConditionalGeneration": replace(
-        _FAMILY, names=_NAMES | vit.STEP37_NAMES, media=vit.with_tower(vit.step37)
-    ),
+    "Step3p7ForConditionalGeneration": replace(_FAMILY, names=_NAMES | _TOWER_NAMES, media=vit.with_tower(_media)),
 }

@@ -66,12 +66,10 @@ def stored_tensor(
     if is_transposed := len(shape) > 1 and family.is_transposed(module):
         shape = (*shape[:-2], shape[-1], shape[-2])
     is_stacked = False
-    if layer is not None and module.startswith("layers.feed_forward.experts."):
-        assert isinstance(layer.feed_forward, MoESpec)
-        if is_stacked := "{expert}" not in name:
-            shape = (layer.feed_forward.num_experts, *shape)
+    if (experts := _experts(layer, module)) is not None and (is_stacked := "{expert}" not in name):
+        shape = (len(experts), *shape)
     is_grid = f"{module}.{kind}" in family.leading_ones
-    shape = (1, *shape) if is_grid else shape
+    shape = (len(joint), shape[0] // len(joint), *shape[1:]) if is_grid else shape
     if f"{module}.{kind}" in family.scalars:
         is_grid, shape = True, ()
     if layer is not None and isinstance(layer.attention, AttentionSpec) and layer.attention.qk_norm_over == "each head":
@@ -121,10 +119,7 @@ def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTe
     for number, layer, module, kind, parts in _parameters(arch, has_head):
         for part in parts:
             stored = stored_tensor(family, arch, layer, module, kind, part, parts)
-            experts = range(1)
-            if layer is not None and isinstance(layer.feed_forward, MoESpec) and "{expert}" in stored.name:
-                experts = range(layer.feed_forward.num_experts)
-            for expert in experts:
+            for expert in _experts(layer, module) or range(1):
                 found[stored.named(arch, number, expert)] = NeededTensor(
                     stored.shape, stored.is_transposed, kind == "table"
                 )
@@ -147,16 +142,16 @@ def stacked_experts(arch: ModelSpec) -> dict[str, StackSlice]:
     """The tensors that a checkpoint with separate experts has instead of stacks, by name."""
     family, found = FAMILIES[arch.name], dict[str, StackSlice]()
     for number, layer, module, kind, parts in _parameters(arch, has_head=False):
-        if layer is None or not module.startswith("layers.feed_forward.experts."):
+        if (experts := _experts(layer, module)) is None:
             continue
-        assert isinstance(layer.feed_forward, MoESpec)
+        assert layer is not None
         start = 0
         for part, (size, *_) in parts.items():
             stack = stored_tensor(family, arch, layer, module, kind, part, parts)
             own = stored_tensor(family.with_separate_experts(), arch, layer, module, kind, part, parts)
             rows = tuple(family.rows(layer, module, part) or (range(start, start + size),))
             start += size if len(stack.joint) > 1 else 0
-            for expert in range(layer.feed_forward.num_experts if stack.is_stacked else 0):
+            for expert in experts if stack.is_stacked else ():
                 found[own.named(arch, number, expert)] = StackSlice(
                     stack.named(arch, number), stack.shape, expert, rows, stack.is_transposed
                 )
@@ -175,10 +170,17 @@ def weight_names(arch: ModelSpec) -> dict[tuple[int | None, str], list[str]]:
     for number, layer, module, kind, parts in _parameters(arch, has_head=True):
         if kind == "weight" and all(len(shape) == 2 for shape in parts.values()):
             tensors = {part: stored_tensor(family, arch, layer, module, kind, part, parts) for part in parts}
-            names = [one.named(arch, number, 0) for one in tensors.values()]
+            first, *_ = _experts(layer, module) or [0]
+            names = [one.named(arch, number, first) for one in tensors.values()]
             path = module.removeprefix("layers.")
             found[number, path] = [name.removesuffix(".weight") for name in dict.fromkeys(names)]
     return found
+
+
+def _experts(layer: LayerSpec | None, module: str) -> range | None:
+    """The numbers of the experts that a module has; None: it has none."""
+    mixture = None if layer is None else layer.feed_forward
+    return mixture.expert_numbers(module.removeprefix("layers.")) if isinstance(mixture, MoESpec) else None
 
 
 def _parameters(

@@ -22,8 +22,10 @@ from quire.engine.protocol.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MODULE = "quire.engine.models.transformers_backend.describe"
-_AUTO, _CAUSAL = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-"""Where transformers maps model types to architectures, and its table of architectures that generate text."""
+_AUTO = "models/auto/modeling_auto.py"
+"""Where transformers maps model types to architectures."""
+_CAUSAL, _SEEING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
+"""Its tables of architectures that generate text, from text, and from images and text."""
 _SECONDS = 300
 
 
@@ -38,6 +40,8 @@ class DescribeRequest:
     pipeline_parallel_size: int = 1
     length: int | None = None
     """--max-model-len."""
+    media: bool = True
+    """Whether a model that takes images is to take them."""
     trust_remote_code: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
 
@@ -60,8 +64,8 @@ def check_known(names: Sequence[str], hf_config: Mapping[str, Any], trust_remote
     """Raise `ConfigError` if transformers lacks the model's architecture or activation. `describe` checks the rest."""
     if hf_config.get("auto_map") and trust_remote_code:
         return
-    causal = _tables().get(_CAUSAL, {})
-    if causal and not {*names} & {*chain(*causal.values())}:
+    generating = [*chain(*_tables().get(_CAUSAL, {}).values()), *chain(*_tables().get(_SEEING, {}).values())]
+    if generating and not {*names} & {*generating}:
         if hf_config.get("auto_map"):
             raise ConfigError("it requires its own Python code, which needs --trust-remote-code")
         if knows(names):

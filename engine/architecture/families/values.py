@@ -15,11 +15,13 @@ from quire.engine.protocol.errors import ConfigError
 _SIZES = (
     "hidden_size", "n_embd", "dim", "num_hidden_layers", "n_layer", "n_layers", "vocab_size",
     "num_attention_heads", "n_head", "n_heads", "intermediate_size", "hidden_dim", "ffn_dim",
-    "max_position_embeddings", "n_positions", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim",
+    "max_position_embeddings", "n_positions",
 )  # fmt: skip
 """Whole numbers of at least 1."""
-_BY_LAYER = ("intermediate_size", "rope_theta")
-"""Settings that may be lists, with a number for each layer."""
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+"""The same, unless `use_mla` is false."""
+_BY_LAYER = ("intermediate_size", "moe_intermediate_size", "rope_theta")
+"""Settings that may be lists, with a number for each layer, or for each kind of experts."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN_EXPERTS = "num_experts_per_tok"
 """One of `_SIZES` in a model with experts; dense models may have the key, too, with 0 or null."""
@@ -43,6 +45,7 @@ def check_values(config: Mapping[str, Any], nullable: Collection[str], max_layer
     Sizes may be null if they are `nullable`.
     """
     required = {*_SIZES, _CHOSEN_EXPERTS} if any(map(config.get, _EXPERTS)) else {*_SIZES}
+    required |= {*_LATENT_SIZES} if config.get("use_mla") is not False else set()
     optional = {*_OPTIONAL_SIZES} - required
     for name in config.keys() & {*required, *_SIZES_FROM_0, *optional}:
         value, minimum = config[name], int(name in required)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 
 from quire.engine.distributed.communicator import Parallel
@@ -42,8 +43,24 @@ NO_INTERFACE = "its attention does not use transformers' attention interface, wh
 _building = threading.Lock()
 _logging: Any = transformers.logging
 _logging.set_verbosity_error()
-from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
-"""transformers' constructor of a causal language model from a config."""
+
+
+def sees(config: Any) -> bool:
+    """Whether config.json names a class of transformers that takes images beside text."""
+    auto: Any = AutoModelForImageTextToText
+    built = auto._model_mapping.get(type(config), None)
+    return built is not None and bool(media_parts(config)) and built.__name__ in (config.architectures or ())
+
+
+def media_parts(config: Any) -> list[str]:
+    """The names of a config's parts for something else than text."""
+    return [name for name in config.sub_configs if re.search("vision|audio|image|video", name)]
+
+
+def from_config(config: Any, **options: Any) -> Any:
+    """transformers' model of text, or of images and text, as the config says."""
+    auto: Any = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    return auto.from_config(config, **options)
 
 
 def read_config(path: Path, trust_remote_code: bool, overrides: Mapping[str, Any]) -> Any:
@@ -67,21 +84,39 @@ def build_model(config: Any, dtype: torch.dtype, implementation: str, trust_remo
         for name, value in _QUIET.items():
             if getattr(part, name, value) != value:
                 setattr(part, name, value)
+    options = {
+        "experts_implementation": "eager",  # the others require sizes that are multiples of some number
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+    }
     with _building, _parameters_on_meta():
         try:
-            model = from_config(
-                config,
-                attn_implementation=implementation,
-                experts_implementation="eager",  # the others require sizes that are multiples of some number
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-            )
+            if sees(config):
+                model = _build_with_tower(config, implementation, options)
+            else:
+                model = from_config(config, attn_implementation=implementation, **options)
         except KeyError as error:
             if error.args == (implementation,):
                 raise ConfigError(NO_INTERFACE) from None
             raise
     _keep_float32(model, dtype)
     return model.eval().requires_grad_(requires_grad=False)
+
+
+def _build_with_tower(config: Any, implementation: str, options: Mapping[str, Any]) -> Any:
+    """The model with this implementation of attention in its text part, and torch's in the others if they can."""
+    text = config.get_text_config(decoder=True)
+    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    if not names:
+        raise ConfigError("its text part has no config of its own, which is not supported")
+    for others in ("sdpa", "eager"):
+        chosen = dict.fromkeys(("", *config.sub_configs), others) | {names[0]: implementation}
+        try:
+            return from_config(config, attn_implementation=chosen, **options)
+        except ValueError:
+            if others == "eager":
+                raise
+    raise AssertionError
 
 
 @contextmanager
@@ -121,19 +156,54 @@ def base_of(model: Any) -> nn.Module:
     return base
 
 
-def replace_layers(model: Any, parallel: Parallel, device: torch.device) -> dict[str, str]:
-    """Replace linear layers, experts, embedding and parameters by ours, uninitialized on `device` and sharded.
+def text_of(model: Any) -> tuple[nn.Module, str]:
+    """The module that has the text part of a model, and its name there: the model itself has its base, or the base of
+    images and text a part."""
+    base: Any = base_of(model)
+    if not sees(model.config):
+        return model, model.base_model_prefix
+    text = base.get_decoder()
+    for name, module in base.named_children():
+        if module is text:
+            return base, name
+    raise ConfigError("its text part is not a module of its own, which is not supported")
+
+
+def keep_tower(model: Any, paths: Collection[str] | None) -> list[nn.Module]:
+    """Remove the modules beside the text part but for `paths`; None: keep all. Returns those that are kept."""
+    parent, name = text_of(model)
+    if parent is model:
+        return []
+    kept = []
+    for path, module in list(parent.named_children()):
+        if path == name:
+            continue
+        if paths is None or path in paths:
+            kept.append(module)
+        else:
+            setattr(parent, path, MissingLayer())
+    return kept
+
+
+def replace_layers(
+    model: Any, parallel: Parallel, device: torch.device, tower: Collection[nn.Module] = ()
+) -> dict[str, str]:
+    """Replace linear layers, experts, embedding and parameters by ours, uninitialized on `device` and sharded. The
+    modules `tower` keep transformers' layers, with parameters of ours, which every rank has whole.
 
     Returns the parameters that take another's values: head → embedding, if they are tied but not shared in memory.
     """
     plan = ShardingPlan(model.tp_plan, parallel.size)
     embedding = model.get_input_embeddings()
+    whole_modules = {each for module in tower for each in module.modules()}
     with device:
         for path, module in list(model.named_modules()):
             style = plan[path]
             if isinstance(module, MissingLayer):
                 continue
-            if type(module) in (nn.Linear, Conv1D):
+            if module in whole_modules:
+                _replace_parameters(path, module, ShardingPlan({}, 1), parallel, is_stack_whole=True)
+            elif type(module) in (nn.Linear, Conv1D):
                 model.set_submodule(path, PlannedLinear(path, module, style, parallel))
             elif can_replace(module):
                 experts = PlannedExperts(path, module, plan, parallel)
@@ -151,12 +221,16 @@ def replace_layers(model: Any, parallel: Parallel, device: torch.device) -> dict
     return _tie(model)
 
 
-def _replace_parameters(path: str, module: nn.Module, plan: ShardingPlan, parallel: Parallel) -> None:
+def _replace_parameters(
+    path: str, module: nn.Module, plan: ShardingPlan, parallel: Parallel, *, is_stack_whole: bool = False
+) -> None:
+    """`is_stack_whole`: parameters with three dimensions are not stacks of experts' matrices."""
+    is_stack_whole |= isinstance(module, nn.Conv1d)
     prefix = f"{path}." if path else ""
     for name, parameter in module._parameters.items():
         if parameter is not None and not isinstance(parameter, Weight):
             style = plan[prefix + name]
-            if isinstance(module, nn.Conv1d) and style in ("", *WHOLE):  # not a stack of experts' matrices
+            if is_stack_whole and style in ("", *WHOLE):
                 module._parameters[name] = Weight(
                     tuple(parameter.shape), whole(*parameter.shape), dtype=parameter.dtype
                 )
@@ -206,18 +280,18 @@ class MissingLayer(nn.Module):
 
 def keep_stage(model: Any, layers: range, total: int) -> None:
     """Remove the layers of other stages, by the model's pipeline plan, as transformers does."""
-    base = base_of(model)
+    text: Any = getattr(*text_of(model))
     names = {name.rpartition(".")[2] for name in model.pp_plan} - {"lm_head"}
-    stack = getattr(base, "layers", None)
+    stack = getattr(text, "layers", None)
     if not {"embed_tokens", "layers", "norm"} <= names or not isinstance(stack, nn.ModuleList) or len(stack) != total:
         raise ConfigError("--pipeline-parallel-size: transformers has no pipeline plan for this model")
     for number in range(total):
         if number not in layers:
             stack[number] = MissingLayer()
     if layers.start:
-        base.embed_tokens = MissingLayer()
+        text.embed_tokens = MissingLayer()
     if layers.stop < total:
-        base.norm = MissingLayer()
+        text.norm = MissingLayer()
         drop_head(model)
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_outputs import MultimodalBaseModelOutputWithPast
 
+from quire.engine.architecture.media_spec import TransformersTowerSpec
 from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.architecture.quantization.online import Online, with_stars
 from quire.engine.architecture.recurrent_spec import TransformersStateSpec
@@ -24,6 +26,7 @@ from quire.engine.models.transformers_backend import attention, build
 from quire.engine.models.transformers_backend.checkpoint import CheckpointNames, differences, needed
 from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
 from quire.engine.models.transformers_backend.states import RecurrentStates, StateCache, has_states
+from quire.engine.models.transformers_backend.tower import TransformersTower
 
 
 class _BaseOutput(nn.Module):
@@ -46,11 +49,20 @@ class _BaseOutput(nn.Module):
         return self.output
 
 
+class _OutputWithoutPictures(MultimodalBaseModelOutputWithPast):
+    """The output of a base model of images and text for a step without images: what it would say about them is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class TransformersDecoder(nn.Module):
     """The layers `layers` of a model. Parameters have transformers' names and are uninitialized on `device`.
 
-    `base` is transformers' model without its head, `hf_model` the complete model. To compute logits,
-    `hf_model` is called while its base is replaced by one that returns the given hidden states.
+    `hf_model` is transformers' complete model. Its text part is its base, or a part of the base if that takes images,
+    too. To compute logits, `hf_model` is called while its base is replaced by one that returns the given hidden
+    states. `tower` are the modules that compute features of images, by their paths in the base; None: all that are not
+    of the text part. The first stage has them.
     """
 
     def __init__(
@@ -64,6 +76,7 @@ class TransformersDecoder(nn.Module):
         dtype: torch.dtype,
         max_length: int,
         trust_remote_code: bool = False,
+        tower: Collection[str] | None = (),
     ) -> None:
         super().__init__()
         model = build.build_model(config, dtype, attention.NAME, trust_remote_code)
@@ -80,7 +93,8 @@ class TransformersDecoder(nn.Module):
         if len(layers) != total:
             build.keep_stage(model, layers, total)
         model.all_tied_weights_keys = tied_to
-        self.tied = build.replace_layers(model, parallel, device)
+        modules = build.keep_tower(model, () if layers.start else tower)
+        self.tied = build.replace_layers(model, parallel, device, modules)
         """Parameters whose values are another's in the checkpoint."""
         self.hf_model = model
         self.paged = attention.PagedAttention()
@@ -93,9 +107,14 @@ class TransformersDecoder(nn.Module):
         self.attention_calls: Sequence[int] = layers
         """The stage's layers whose caches the calls of attention in a step use, in order."""
         self.layers, self._dtype = layers, dtype
-        self._base = [build.base_of(model)]  # in a list, as it is already a child of `hf_model`
-        self._base_output = _BaseOutput(self._base[0])
-        names = inspect.signature(self._base[0].forward).parameters
+        base = build.base_of(model)
+        parent, name = build.text_of(model)
+        self._base, self._text = (base,), (parent.get_submodule(name),)  # in tuples, as they are already in `hf_model`
+        self._base_output = _BaseOutput(base)
+        self.has_axes = hasattr(base, "get_rope_index")
+        """Whether tokens have rotary positions along several axes."""
+        self.tower = TransformersTower(base, dtype) if modules else None
+        names = inspect.signature(self._text[0].forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # as before transformers 5.24
         self._output: type[Any] | None = None
 
@@ -105,6 +124,8 @@ class TransformersDecoder(nn.Module):
     ) -> TransformersDecoder:
         """Build the decoder for the resolved configuration; embedding models have no head."""
         config = build.read_config(model.path, model.trust_remote_code, model.hf_overrides)
+        tower = None if arch.media is None else arch.media.tower
+        assert tower is None or isinstance(tower, TransformersTowerSpec)
         decoder = TransformersDecoder(
             config,
             layers,
@@ -114,6 +135,7 @@ class TransformersDecoder(nn.Module):
             dtype=getattr(torch, model.dtype),
             max_length=model.position_len,
             trust_remote_code=model.trust_remote_code,
+            tower=() if tower is None else tower.modules,
         )
         decoder.keep_unpacked(arch.read_directly)
         states = {
@@ -170,17 +192,27 @@ class TransformersDecoder(nn.Module):
         self.paged.begin(batch, [caches[number - self.layers.start] for number in self.attention_calls])
         if self.states is not None:
             self.states.begin(batch, caches)
-        return self.run(x, batch.token_ids, batch.positions)
+        return self.step(x, batch)
+
+    def step(self, x: Tensor | None, batch: Batch) -> Tensor:
+        """As `forward`, once attention and states have begun the step."""
+        if x is None and batch.media_features is not None:
+            assert batch.media_tokens is not None
+            token_ids = batch.token_ids.index_fill(0, batch.media_tokens, 0)  # there may be no such embedding
+            embedded: Tensor = self.hf_model.get_input_embeddings()(token_ids)
+            x = embedded.index_copy(0, batch.media_tokens, batch.media_features)
+        return self.run(x, batch.token_ids, batch.positions if batch.rope_positions is None else batch.rope_positions)
 
     def run(self, x: Tensor | None, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Run the base model on a flat batch, with the attached attention function."""
+        """Run the text part on a flat batch, with the attached attention function. `positions` are `[tokens]`, or
+        `[axes, tokens]`."""
         start: dict[str, Tensor] = {"input_ids": token_ids[None]} if x is None else {"inputs_embeds": x[None]}
         cached: dict[str, Any] = {"use_cache": False}
         if self.cache is not None:
             self.cache.positions = positions
             cached = {"use_cache": True, self._cache_name: self.cache}
-        output = self._base[0](**start, position_ids=positions[None], **cached)
-        self._output = type(output)
+        output = self._text[0](**start, position_ids=positions.unsqueeze(-2), **cached)
+        self._output = type(output) if self._text == self._base else _OutputWithoutPictures
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 

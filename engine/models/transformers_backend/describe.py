@@ -12,10 +12,11 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import re
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from quire import kernels
 from quire.engine.architecture.families.family import extended_length, stated_length
 from quire.engine.architecture.families.transformers_backend import DescribeRequest
 from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.media_spec import MediaSpec, TransformersTowerSpec
 from quire.engine.architecture.model_spec import TransformersLayerSpec, TransformersModelSpec
 from quire.engine.architecture.recurrent_spec import TransformersStateSpec
 from quire.engine.architecture.spec_parts import MatrixShape
@@ -35,6 +37,15 @@ from quire.engine.models.transformers_backend import attention, build, compare
 from quire.engine.models.transformers_backend.checkpoint import differences
 from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 from quire.engine.models.transformers_backend.experts import PlannedExperts, is_experts
+from quire.engine.models.transformers_backend.pictures import (
+    Picture,
+    examples,
+    heads_ratio,
+    image_token,
+    run_tower,
+    shrink_with_tower,
+    values_per_feature,
+)
 from quire.engine.models.transformers_backend.sharding import PlannedEmbedding, PlannedLinear, without_numbers
 from quire.engine.models.transformers_backend.shrink import LENGTHS, shrink
 from quire.engine.models.transformers_backend.states import RecordingCache, has_states
@@ -67,8 +78,16 @@ def _describe(request: DescribeRequest) -> TransformersModelSpec:
         del config.quantization_config  # tensors are dequantized while they are read
     name = _check_kind(config, request.architecture)
     torch.set_num_threads(1)
+    pictures: list[Picture] = []
+    if build.sees(config) and request.media:
+        pictures = examples(config, request)
     described = _measure(name, config, request)
-    return replace(described, continues_by_token=_compare(config, request, described.read_directly))
+    small, reference, picture = _small(config, request, pictures)
+    if picture is not None:
+        described = replace(described, media=_media(config, small, reference, request, pictures, picture))
+    specs = _states(small, request)[0] if has_states(small) else {}
+    by_token = compare.compare(small, reference, request, described.read_directly, specs, picture)
+    return replace(described, continues_by_token=by_token)
 
 
 def _check_kind(config: Any, architecture: str | None) -> str:
@@ -78,7 +97,7 @@ def _check_kind(config: Any, architecture: str | None) -> str:
         raise ConfigError(f"recurrent_kv_cache_mode {text.recurrent_kv_cache_mode!r} is not supported; use 'per_loop'")
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("it is an encoder-decoder model, which is not supported")
-    if parts := [each for each in config.sub_configs if re.search("vision|audio|image|video", each)]:
+    if (parts := build.media_parts(config)) and not build.sees(config):
         raise ConfigError(f"it takes more than text ({', '.join(parts)}), which is not supported")
     if kinds := set(getattr(text, "layer_types", None) or ()) - _KINDS:
         raise ConfigError(f"its layers of {', '.join(sorted(kinds))} are not supported")
@@ -190,6 +209,7 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
         read_directly=direct,
         attention_calls=tuple(attending),
         has_key_biases=attention.has_key_biases(decoder.hf_model),
+        has_axes=decoder.has_axes,
     )
 
 
@@ -207,7 +227,7 @@ def _check_class(model: Any, name: str) -> None:
     built = type(model).__name__
     if built != name:
         raise ConfigError(f"it is not a causal language model in transformers, which builds {built} from its config")
-    if model.config.get_text_config(decoder=True) is not model.config:
+    if model.config.get_text_config(decoder=True) is not model.config and not build.sees(model.config):
         # A part declares the modalities of the whole model.
         taken = {model.input_modalities} if isinstance(model.input_modalities, str) else set(model.input_modalities)
         if taken != {"text"}:
@@ -217,7 +237,8 @@ def _check_class(model: Any, name: str) -> None:
         takes_cache = getattr(model, "_supports_default_dynamic_cache", lambda: True)()
         if not (is_in_cache and takes_cache):
             raise ConfigError(_OTHER_STATE)
-    if not model._can_set_attn_implementation():
+    attending: Any = getattr(*build.text_of(model)) if build.sees(model.config) else model
+    if not attending._can_set_attn_implementation():
         raise ConfigError(build.NO_INTERFACE)
 
 
@@ -310,20 +331,43 @@ def _replace_by_zeros(decoder: TransformersDecoder) -> None:
             module.forward = lambda x, *others, **more: torch.zeros_like(x)
 
 
-def _compare(config: Any, request: DescribeRequest, direct: frozenset[str]) -> bool:
-    """Compare a small model in transformers and here. Returns whether the model must continue requests one token at a
-    time."""
+def _small(config: Any, request: DescribeRequest, pictures: Sequence[Picture]) -> tuple[Any, Any, Picture | None]:
+    """A small config of the same kind, transformers' model of it, and the picture with the fewest tokens, for it."""
+    picture = min(pictures, key=lambda each: len(each.tokens), default=None)
     try:
         ranks = 1 << (request.tensor_parallel_size - 1).bit_length()
-        small = type(config).from_dict(shrink(config.to_dict(), ranks))
+        if picture is None:
+            values = shrink(config.to_dict(), ranks)
+        else:
+            values, picture = shrink_with_tower(config, picture, ranks)
+        small = type(config).from_dict(values)
         small.architectures = config.architectures
-        reference = compare.reference(small, request)
-        specs = _states(small, request)[0] if has_states(small) else {}
+        return small, compare.reference(small, request), picture
     except Exception as error:
         raise ConfigError(
             f"no small model of its kind can be built to compare with transformers ({_first_line(error)})"
         ) from None
-    return compare.compare(small, reference, request, direct, specs)
+
+
+def _media(
+    config: Any, small: Any, reference: Any, request: DescribeRequest, pictures: Sequence[Picture], picture: Picture
+) -> MediaSpec:
+    """How the model takes images; `picture` is one for the model `reference`, whose config is `small`."""
+    run = run_tower(reference, picture.arrays)
+    if len(run.features) != (count := picture.item.num_features):
+        raise ConfigError(f"its tower returns {len(run.features)} features of an image with {count} tokens")
+    model = build.build_model(copy.deepcopy(config), torch.float32, attention.NAME, request.trust_remote_code)
+    base = build.base_of(model)
+    stored = (base.get_submodule(path).state_dict().values() for path in run.modules)
+    counts = {each.item.num_features for each in pictures}
+    tower = TransformersTowerSpec(
+        hidden_size=config.get_text_config(decoder=True).hidden_size,
+        max_features=counts.pop() if len(counts) == 1 else None,
+        modules=run.modules,
+        num_parameters=sum(each.numel() for each in chain(*stored) if each.is_floating_point()),
+        values_per_feature=values_per_feature(base, run, heads_ratio(config, small)),
+    )
+    return MediaSpec(tower=tower, image_token_id=image_token(config))
 
 
 def _first_line(error: Exception) -> str:

@@ -182,6 +182,25 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
     return small
 
 
+_OF_TOWERS = frozenset(f"{_HEADS} {_WIDTHS} {_INNER} num_key_value_heads head_dim".split())
+
+
+def shrink_tower(values: Mapping[str, Any], hidden_size: int, ranks: int = 1) -> dict[str, Any]:
+    """Replace the sizes of vectors in the config of a tower; layers, patches and pictures are kept. `hidden_size` is
+    the original decoder's."""
+    original = _Original(values, ranks)
+
+    def small(name: str, value: Any) -> Any:
+        if type(value) is not int:
+            return value
+        if name in _OF_TOWERS:
+            return _RULES[name](value, original)
+        is_width = value == hidden_size and any(part in name for part in ("hidden", "dim", "width"))
+        return original.heads * HEAD if is_width else value
+
+    return {name: small(name, value) for name, value in values.items()}
+
+
 def _shrunk(name: str, value: Any, original: _Original) -> Any:
     kept, ranks = original.kept_layers, original.ranks
     match value:
