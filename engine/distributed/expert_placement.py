@@ -29,6 +29,10 @@ class ExpertPlacement:
             return ExpertPlacement(tuple(tuple(numbers[rank::ranks]) for rank in range(ranks)))
         return ExpertPlacement(tuple(tuple(numbers[rank * count : (rank + 1) * count]) for rank in range(ranks)))
 
+    def twice(self, num_experts: int) -> ExpertPlacement:
+        """The placement of experts and of as many others behind them, which are placed in the same way."""
+        return ExpertPlacement(tuple((*own, *(number + num_experts for number in own)) for own in self.experts))
+
     @property
     def num_local_experts(self) -> int:
         """The number of physical experts on each rank."""

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections import deque
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from quire.engine.distributed import watchdog
 EAGER_BYTES = 4 << 20
 """Maximum size of messages for which receives are posted before their plan has arrived."""
 _EAGER_TAG = 1
+_UNLIMITED = timedelta(days=1)
 
 
 class Pipeline:
@@ -110,8 +112,9 @@ class Pipeline:
         assert work is not None
         self._receiving.append((work, message))
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next message from the previous stage."""
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, *, is_patient: bool = False) -> Tensor:
+        """The next message from the previous stage. `is_patient`: the first stage encodes images or videos before it
+        sends, for which only the core's limit of a step allows the time, so a CPU waits without one."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._is_eager(num_bytes):
             self.post_ahead()
@@ -119,22 +122,23 @@ class Pipeline:
             message = buffer[:num_bytes].view(dtype).view(shape)
             with contextlib.suppress(RuntimeError):  # the previous stage may have ended behind this message
                 self.post_ahead()
-            return self._arrived(work, message)
+            return self._arrived(work, message, is_patient)
         if not self._receiving:
             self.post_receive(shape, dtype)
         work, message = self._receiving.popleft()
         assert (message.shape, message.dtype) == (shape, dtype), "stages must run the same plans in the same order"
-        return self._arrived(work, message)
+        return self._arrived(work, message, is_patient)
 
-    def _arrived(self, work: dist.Work, message: Tensor) -> Tensor:
+    def _arrived(self, work: dist.Work, message: Tensor, is_patient: bool) -> Tensor:
         begun = time.perf_counter()
-        _wait(work, f"hidden states from rank {self._previous}", message)
+        _wait(work, f"hidden states from rank {self._previous}", message, _UNLIMITED if is_patient else None)
         self.waited += time.perf_counter() - begun
         return message.to(self._device)
 
 
-def _wait(work: dist.Work, what: str, message: Tensor) -> None:
+def _wait(work: dist.Work, what: str, message: Tensor, limit: timedelta | None = None) -> None:
+    """`limit` is instead of that of all messages."""
     try:
-        work.wait()
+        work.wait() if limit is None else work.wait(limit)
     except RuntimeError as error:
         raise watchdog.CollectiveError(f"waiting for {what} ({list(message.shape)}): {error}") from error

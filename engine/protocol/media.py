@@ -7,6 +7,9 @@ from typing import Literal
 import msgspec
 
 MediaKind = Literal["image", "video"]
+EMBEDS, GRID = "image_embeds", "image_grid_thw"
+"""Names of arrays: the features of an item that needs no tower, `[num_features, feature_width]`, and the grid of its
+patches before they are merged. As in vLLM."""
 MAX_ITEMS = 256
 """Images and videos of a prompt, together."""
 

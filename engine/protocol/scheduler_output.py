@@ -76,9 +76,9 @@ class MediaPlan(msgspec.Struct, array_like=True):
     failed to encode it is ignored."""
     freed: list[bytes] = []
     """Digests, also of items that are begun."""
-    num_sublayers: int | None = None
-    """Sublayers of the tower (attentions and feed-forward layers) to run for the last of `encoded`, which a later plan
-    completes. None: all that remain, as for the others."""
+    num_steps: int | None = None
+    """Steps of the tower (`TowerSpec.num_steps`) to run for the last of `encoded`, which a later plan completes. None:
+    all that remain, as for the others."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):

@@ -9,8 +9,10 @@ and between plans a request holds those of the item that its last row ended in; 
 needed. So a request that holds features can always go on to the end of the item, whatever the others hold.
 
 Next to decodes, whose steps have a target time, rows encode nothing. A row ends before an item that the workers do not
-have, and the next plans encode it before they have rows, a few sublayers at a time (`start`). There is one such *part*
-at most. It has its room from its first sublayer on, and every plan goes on with it, so that the room is not lost.
+have, and the next plans encode it before they have rows, a few steps of the tower at a time (`start`). There is one
+such *part* at most. It has its room from its first step on, and every plan goes on with it, so that the room is not
+lost. A prompt that is one run needs all its items in one plan, and nothing holds those that are there until then. But
+only the first waiting request has items encoded ahead then, so they stay unless another one comes before it.
 
 Workers drop `MediaPlan.freed` before they encode `MediaPlan.encoded`, and run plans in order: what a plan frees was
 last read by an earlier one. Workers that skip a plan after a failure drop what it frees, too, but encode nothing.
@@ -53,8 +55,8 @@ class UnencodedItem(NamedTuple):
     request: Request
     """The first one that needs it."""
     item: MediaItem
-    num_sublayers: int
-    """Sublayers of the tower that have run."""
+    num_steps: int
+    """Steps of the tower that have run."""
 
 
 class EncoderCacheManager:
@@ -63,11 +65,15 @@ class EncoderCacheManager:
     def __init__(self, config: EngineConfig, in_flight: PlansInFlight, stats: EngineStats) -> None:
         media, spec = config.media, config.model.architecture.media
         self._capacity = 0 if media is None else media.encoder_cache_features
-        self._num_sublayers = 1 if spec is None else spec.tower.num_sublayers
+        self._tower, self._device = None if spec is None else spec.tower, config.parallel.device
         self._max_features = 0 if media is None else media.max_encoder_features
         """Features that rows of a plan encode, unless a single item has more."""
         self.needs_whole_runs = spec is not None and spec.is_bidirectional
         """Whether a row may not end inside a run, because its tokens attend to each other in both directions."""
+        self._joins_prompt = spec is not None and spec.joins_prompt
+        """Whether all tokens of a prompt with items are such a run."""
+        self.joins_text = spec is not None and spec.joins_text
+        """Whether those of any prompt are."""
         self._in_flight, self._stats = in_flight, stats
         self._spans: dict[Request, list[MediaSpan]] = {}
         """The items of the requests that have any."""
@@ -88,13 +94,13 @@ class EncoderCacheManager:
         self._wanted: dict[bytes, UnencodedItem] = {}
         """Items before which its rows have ended, and those that these rows would have read then: for the next plan."""
         self._part: UnencodedItem | None = None
-        """The item whose first layers have run."""
+        """The item whose first steps have run."""
         self._unread: set[bytes] = set()
         """Items that were encoded ahead of the first row that reads them."""
         self._plan = MediaPlan()
         """Of the plan that is made."""
         self.num_planned = 0.0
-        """Features that it encodes; of the part, the same share as of the layers."""
+        """Features that it encodes; of the part, the same share as of its steps."""
         self._rows: list[Request] = []
         """Its requests with rows that read features."""
         self.lacks_tokens = False
@@ -174,29 +180,25 @@ class EncoderCacheManager:
         """Begin a plan; returns how many features it encodes before its rows are known.
 
         `within` is the number of features for which it has time next to decodes: items are encoded here only, and at
-        least one layer of the first one. None: the part is completed, and rows encode the items that they reach.
+        least one step of the first one. None: the part is completed, and rows encode the items that they reach.
         """
         self._is_ahead, left = within is not None, float("inf") if within is None else within
         wanted, self._wanted = self._wanted if self._is_ahead else {}, {}
         if self._part is not None:
             wanted = {self._part.item.digest: self._part, **wanted}
         for digest, part in wanted.items():
-            size, request, num_remaining = (
-                part.item.num_features,
-                part.request,
-                self._num_sublayers - part.num_sublayers,
-            )
-            if digest in self._sizes or request not in self._spans:
+            size, total = part.item.num_features, self._num_steps(part.item)
+            if digest in self._sizes or part.request not in self._spans:
                 continue
-            if not part.num_sublayers and size > self._room:
+            if not part.num_steps and size > self._room:
                 self._is_full = True
                 break
-            affordable = min(num_remaining, left * self._num_sublayers / size)
-            layers = int(affordable if self.num_planned else max(1, affordable))
-            if not layers:
+            affordable = min(total - part.num_steps, left * total / size)
+            steps = int(affordable if self.num_planned else max(1, affordable))
+            if not steps:
                 break
-            self._encode(part, layers)
-            left = max(0.0, left - layers / self._num_sublayers * size)
+            self._encode(part, steps)
+            left = max(0.0, left - steps / total * size)
             if self._part is not None:
                 break
             self._unused[digest] = None
@@ -226,9 +228,9 @@ class EncoderCacheManager:
                 for each in (span, *spans):
                     if each.item.digest not in self._sizes and each.item.digest != part:
                         self._wanted.setdefault(each.item.digest, UnencodedItem(request, each.item, 0))
-                return max(0, span.start - start)
+                return self._count_before(request, start, span)
             if self._is_full or size > room or (not is_kept and planned and planned + size > self._max_features):
-                count = max(0, span.start - start)
+                count = self._count_before(request, start, span)
                 self._is_full |= size > room and not count
                 return count
             room -= size
@@ -238,13 +240,24 @@ class EncoderCacheManager:
 
     def _end_of_run(self, request: Request, start: int, end: int, limit: int) -> int:
         """Return where a row from `start` ends that should end at `end`, so that it does not end inside a run."""
-        for span in self._spans_in(request, end - 1, end):
-            runs, offset = span.item.runs, span.item.offset
-            run = runs[bisect_right(runs, end - 1 - offset, key=lambda run: run.start) - 1]
-            begin, stop = offset + run.start, offset + run.start + run.length
-            if end < stop:
-                return stop if stop <= limit else max(start, begin)
-        return end
+        begin = stop = 0
+        if self._joins_prompt:
+            stop = request.num_prompt_tokens
+        else:
+            for span in self._spans_in(request, end - 1, end):
+                runs, offset = span.item.runs, span.item.offset
+                run = runs[bisect_right(runs, end - 1 - offset, key=lambda run: run.start) - 1]
+                begin, stop = offset + run.start, offset + run.start + run.length
+        if end >= stop:
+            return end
+        return stop if stop <= limit else max(start, begin)
+
+    def _count_before(self, request: Request, start: int, span: MediaSpan) -> int:
+        """Return how many tokens a row from `start` has that ends before an item."""
+        end = max(start, span.start)
+        if self.needs_whole_runs and end > start:
+            end = self._end_of_run(request, start, end, end)
+        return end - start
 
     def hold(self, request: Request, count: int) -> None:
         """Hold the items that the last `count` of a request's computed tokens read, as `limit_chunk` allows, and encode
@@ -262,7 +275,7 @@ class EncoderCacheManager:
             held[digest] = None
             self._stats.encoder_cache_queries += 1
             if digest not in self._sizes:
-                self._encode(UnencodedItem(request, span.item, 0), self._num_sublayers)
+                self._encode(UnencodedItem(request, span.item, 0), self._num_steps(span.item))
             elif digest in self._unread:
                 self._unread.remove(digest)
             else:
@@ -273,11 +286,15 @@ class EncoderCacheManager:
                 self._num_used += span.num_features
             self._num_holders[digest] = self._num_holders.get(digest, 0) + 1
 
-    def _encode(self, part: UnencodedItem, layers: int) -> None:
-        """Run `layers` for an item in the current plan. The first ones drop the least recently used items for it; the
+    def _num_steps(self, item: MediaItem) -> int:
+        assert self._tower is not None
+        return self._tower.num_steps(item.num_features, self._device)
+
+    def _encode(self, part: UnencodedItem, steps: int) -> None:
+        """Run `steps` for an item in the current plan. The first ones drop the least recently used items for it; the
         last ones complete it, and otherwise it becomes the part."""
-        item, num_run = part.item, part.num_sublayers + layers
-        if not part.num_sublayers:
+        item, total, num_run = part.item, self._num_steps(part.item), part.num_steps + steps
+        if not part.num_steps:
             assert self._part is None
             kept = sum(self._sizes.values())
             while kept + item.num_features > self._capacity:
@@ -286,13 +303,13 @@ class EncoderCacheManager:
                 kept -= self._sizes.pop(digest)
                 self._plan.freed.append(digest)
             self._stats.encoded_features += item.num_features
-        self._plan.encoded.append(msgspec.structs.replace(item, data=None) if part.num_sublayers else item)
-        self.num_planned += layers / self._num_sublayers * item.num_features
+        self._plan.encoded.append(msgspec.structs.replace(item, data=None) if part.num_steps else item)
+        self.num_planned += steps / total * item.num_features
         self._encoded.setdefault(self._in_flight.next_step, {})[item.digest] = part.request
-        if num_run == self._num_sublayers:
+        if num_run == total:
             self._sizes[item.digest], self._part = item.num_features, None
         else:
-            self._plan.num_sublayers, self._part = layers, part._replace(num_sublayers=num_run)
+            self._plan.num_steps, self._part = steps, part._replace(num_steps=num_run)
 
     def _drop_part(self) -> None:
         assert self._part is not None
@@ -367,7 +384,7 @@ class EncoderCacheManager:
         if self._part is not None:
             assert self._part.request in self._spans
             assert self._part.item.digest not in self._sizes
-            assert 0 < self._part.num_sublayers < self._num_sublayers
+            assert 0 < self._part.num_steps < self._num_steps(self._part.item)
             part = self._part.item.num_features
         assert sum(self._sizes.values()) + part <= self._capacity
         for request in running:

@@ -6,8 +6,11 @@ cache.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 
+from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.scheduler.drafts_in_flight import DraftsInFlight
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
 from quire.engine.scheduler.plans_in_flight import PlansInFlight
@@ -17,8 +20,11 @@ from quire.engine.scheduler.request import Request
 class RequestBlocks:
     """Owns `block_ids`, `hashes` and `num_published` of all requests."""
 
-    def __init__(self, kv: KVCacheManager, in_flight: PlansInFlight, drafts: DraftsInFlight) -> None:
-        self.kv, self._in_flight, self._drafts = kv, in_flight, drafts
+    def __init__(
+        self, kv: KVCacheManager, in_flight: PlansInFlight, drafts: DraftsInFlight, *, media: MediaSpec | None = None
+    ) -> None:
+        """`media`: how the model takes images; None: it takes none."""
+        self.kv, self._in_flight, self._drafts, self._media = kv, in_flight, drafts, media
 
     def find_prefix(self, request: Request, row_tokens: int) -> list[int] | None:
         """Return the blocks of a waiting request's cached prefix, or None if it cannot be admitted now.
@@ -101,7 +107,13 @@ class RequestBlocks:
 
     def _extend_hashes(self, request: Request) -> None:
         known, kv = request.core_request, self.kv
-        extend_hashes(request.hashes, request.token_ids, kv.block_size, known.cache_salt, kv.num_groups, known.media)
+        salt = known.cache_salt
+        is_one_run = self._media is not None and self._media.is_one_run(known.media)
+        if is_one_run and not request.hashes:  # each block depends on the whole prompt
+            parts = [salt, array("q", known.prompt_token_ids).tobytes()]
+            parts += [item.digest + item.offset.to_bytes(8) for item in known.media]
+            salt = blake2b(b"".join(len(part).to_bytes(8) + part for part in parts), digest_size=16).digest()
+        extend_hashes(request.hashes, request.token_ids, kv.block_size, salt, kv.num_groups, known.media)
 
     def check_integrity(self, running: Sequence[Request], max_row: int) -> None:
         """Assert that the running requests have the blocks that they need, if a row has at most `max_row` tokens."""

@@ -23,6 +23,7 @@ class RequestLimits:
         is_bidirectional = spec is not None and spec.is_bidirectional
         self._max_run = min(config.scheduler.max_num_batched_tokens, model.min_window) if is_bidirectional else None
         """Limit of the tokens of a run that must be in one row, and in the window of each of them; None: none must."""
+        self._spec = spec
 
     def validate(self, request: EngineCoreRequest) -> str | None:
         """Return why a request can never run, if so."""
@@ -36,6 +37,18 @@ class RequestLimits:
             if reason := self._validate_item(item, end, length):
                 return f"{item.kind} {number} of the prompt {reason}"
             end = item.end
+        if self._spec is not None and self._spec.is_one_run(request.media):
+            assert self._media is not None
+            assert self._max_run is not None
+            if length > self._max_run:
+                reason = "" if self._spec.joins_text else ", because it has images"
+                return (
+                    f"the prompt has {length:,} tokens that must be in one step and one window{reason}; "
+                    f"these have {self._max_run:,} tokens; use a shorter one, or a higher --max-num-batched-tokens"
+                )
+            count, most = sum(item.num_features for item in request.media), self._media.encoder_cache_features
+            if count > most:
+                return f"the images have {count:,} features, more than {most:,}; use a higher --encoder-cache-size"
         return None
 
     def _validate_item(self, item: MediaItem, start: int, end: int) -> str | None:

@@ -74,7 +74,8 @@ class Scheduler:
         )
         self.in_flight = PlansInFlight()
         self.drafts_in_flight = DraftsInFlight()
-        self.blocks = RequestBlocks(self.kv, self.in_flight, self.drafts_in_flight)
+        media = config.model.architecture.media
+        self.blocks = RequestBlocks(self.kv, self.in_flight, self.drafts_in_flight, media=media)
         self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
         self.encoder_cache = EncoderCacheManager(config, self.in_flight, self.stats)
         self.requests: dict[str, Request] = {}
@@ -384,7 +385,7 @@ class Scheduler:
         """Return how many of a request's pending tokens fit. While decodes leave too little room for an image that must
         be in one row, nobody is admitted."""
         count = plan.chunk(request, limits)
-        if count and request.core_request.media:
+        if count and (request.core_request.media or self.encoder_cache.joins_text):
             count = self.encoder_cache.limit_chunk(request, count, self.config.max_num_batched_tokens - plan.num_tokens)
             self._admits &= not self.encoder_cache.lacks_tokens
         return count

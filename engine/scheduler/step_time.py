@@ -38,7 +38,7 @@ class StepLoad(NamedTuple):
     """KV tokens that the prompt tokens read: the sum of their positions."""
     encoded_features: float = 0.0
     """Features of images and videos that a tower computes; of an item that it does not complete, the same share as of
-    the tower's layers."""
+    the tower's steps."""
 
     @property
     def is_decodes_only(self) -> bool:

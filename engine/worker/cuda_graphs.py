@@ -139,7 +139,7 @@ class DecodeGraphs:
             or not 0 < rows == len(batch.sequence_lengths) <= self._sizes[-1]
         ):
             return None
-        if batch.replica_tokens or batch.media_tokens is not None:
+        if batch.replica_tokens or batch.media_tokens is not None or batch.key_ends is not None:
             return None
         if batch.rope_positions is not None and batch.rope_positions.ndim > 1:
             return None  # of a prompt's last token

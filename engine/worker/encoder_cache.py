@@ -3,6 +3,7 @@ dropped (`MediaPlan`)."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import traceback
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quire.engine.architecture.media_spec import TowerSpec
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.models.tower import Tower
-from quire.engine.protocol.media import MediaData, MediaItem
+from quire.engine.protocol.media import EMBEDS, MediaData, MediaItem
 from quire.engine.protocol.scheduler_output import MediaPlan
 from quire.engine.worker.media_rows import FeatureRange
 from quire.engine.worker.oom import is_out_of_memory, release_memory
@@ -26,23 +29,23 @@ class EncoderCache:
     """Encoded items by digest. `tower` is called with one item at a time, so that features do not depend on others."""
 
     def __init__(
-        self, tower: Tower, width: int, dtype: torch.dtype, device: torch.device, *, is_single_rank: bool
+        self, tower: Tower, spec: TowerSpec, dtype: torch.dtype, device: torch.device, parallel: Parallel
     ) -> None:
-        """Features have `width` numbers of `dtype`. `is_single_rank`: this rank encodes without others, which would
-        wait for it if it failed alone."""
-        self._tower, self._device, self._is_single_rank = tower, device, is_single_rank
-        self._width, self._dtype = width, dtype
+        """`spec` is the tower's, and `dtype` the features'. `parallel` are the ranks that share the tower."""
+        self._tower, self._device, self._parallel = tower, device, parallel
+        self._spec, self._dtype = spec, dtype
         self._features: dict[bytes, Tensor] = {}
         """`[features, feature_width]` each."""
         self._begun: dict[bytes, Iterator[Tensor | None]] = {}
-        """Items that later plans complete; each iterator has the state between two layers."""
+        """Items that later plans complete; each iterator has the state between two steps."""
 
     def update(self, plan: MediaPlan) -> dict[bytes, str]:
         """Apply a plan. Returns `EncoderOutput.failures`.
 
         Most errors depend on the item alone, whose data is not what the tower takes. Then all ranks that share the
-        tower fail at the same place, and none waits for another. Errors that may be of a rank alone are raised, unless
-        it is a single one.
+        tower fail at the same place, and none waits for another. If one of them cannot read the data, all learn it
+        before they begin. A lack of memory in the tower may be of a rank alone, for which the others wait in a
+        collective of the tower, so it is raised, unless there is only one.
         """
         self.free(plan)
         failures = dict[bytes, str]()
@@ -50,12 +53,12 @@ class EncoderCache:
             if item.digest in self._features:
                 continue  # zeros: it could not be begun
             try:
-                self._encode(item, plan.num_sublayers if item is plan.encoded[-1] else None)
+                self._encode(item, plan.num_steps if item is plan.encoded[-1] else None)
             except (dist.DistError, torch.AcceleratorError):
                 raise
             except Exception as error:
-                is_memory = is_out_of_memory(error)
-                if not self._is_single_rank and (is_memory or isinstance(error.__cause__, OSError)):
+                is_memory = is_out_of_memory(error.__cause__ or error)
+                if is_memory and self._parallel.size > 1 and not isinstance(error, _NotRead):
                     raise
                 if is_memory:
                     size = f"{item.num_features:,} features"
@@ -67,31 +70,47 @@ class EncoderCache:
             if item.digest in failures:
                 if is_memory:
                     release_memory(self._device)
-                shape = item.num_features, self._width
+                shape = item.num_features, self._spec.feature_width
                 self._features[item.digest] = torch.zeros(shape, dtype=self._dtype, device=self._device)
         return failures
 
-    def _encode(self, item: MediaItem, num_sublayers: int | None) -> None:
-        """Run `num_sublayers` of the tower for an item, or all that remain. Raises `RuntimeError` if the data cannot be
-        read, or if the tower returns another number of features than the item has."""
-        layers = self._begun.pop(item.digest, None)
-        if layers is None:
-            assert item.data is not None
-            arrays = {name: array.to(self._device) for name, array in arrays_of(item.data).items()}
-            layers = self._tower.encode(arrays, item)
-            del arrays
-        if num_sublayers is not None:
-            for _ in range(num_sublayers):
-                paused = next(layers)
-                assert paused is None, "the item has fewer sublayers left"
-            self._begun[item.digest] = layers
+    def _encode(self, item: MediaItem, num_steps: int | None) -> None:
+        """Run `num_steps` of the tower for an item, or all that remain. Raises `_NotRead`, and `RuntimeError` if there
+        are other features than the tower makes, or another number than the item has."""
+        steps = self._begun.pop(item.digest, None) or self._begin(item)
+        if num_steps is not None:
+            for _ in range(num_steps):
+                paused = next(steps)
+                assert paused is None, "the item has fewer steps left"
+            self._begun[item.digest] = steps
             return
-        *_, features = layers
+        *_, features = steps
         assert features is not None
-        if len(features) != item.num_features:
-            expected = f"{item.num_features} tokens of the prompt stand for it"
-            raise RuntimeError(f"the tower returned {len(features)} features of an item, but {expected}")
+        if features.shape != (expected := (item.num_features, self._spec.feature_width)):
+            raise RuntimeError(f"the features of an item are {[*features.shape]}, but must be {[*expected]}")
         self._features[item.digest] = features
+
+    def _begin(self, item: MediaItem) -> Iterator[Tensor | None]:
+        """Raises `_NotRead` on all ranks if one of them cannot read the data."""
+        assert item.data is not None
+        arrays, cause = dict[str, Tensor](), None
+        try:
+            arrays = {name: array.to(self._device) for name, array in arrays_of(item.data).items()}
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            cause = error
+        if self._parallel.size > 1:
+            num_failed = self._parallel.all_reduce(torch.full((1,), float(cause is not None), device=self._device))
+            if num_failed.item() and cause is None:
+                raise _NotRead("another rank could not read the arrays of an image or video")
+        if cause is not None:
+            raise _NotRead("the arrays of an image or video could not be read") from cause
+        if (given := arrays.get(EMBEDS)) is None:
+            return self._tower.encode(arrays, item)
+        # without the tower, in as many steps, and with memory of its own
+        pauses = itertools.repeat(None, self._spec.num_steps(item.num_features, self._device.type))
+        return itertools.chain(pauses, (given.to(self._dtype, copy=True),))
 
     def free(self, plan: MediaPlan) -> None:
         """Drop the features that `plan` frees. Digests may be unknown: of steps that were skipped."""
@@ -102,6 +121,10 @@ class EncoderCache:
     def read(self, ranges: Sequence[FeatureRange]) -> Tensor:
         """`[features, feature_width]`, one range after another."""
         return torch.cat([self._features[digest][begin:end] for digest, begin, end, _ in ranges])
+
+
+class _NotRead(RuntimeError):
+    """The data of an item cannot be read. All ranks raise it together."""
 
 
 def arrays_of(data: MediaData) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ class ExpertLoadBalancer:
             return None
         arch, stage = config.model.architecture, config.parallel.stages[parallel_state.pipeline.stage]
         specs = [(number, arch.layers[number].feed_forward) for number in range(stage.stop)]
-        counts = {number: spec.num_experts for number, spec in specs if isinstance(spec, MoESpec)}
+        counts = {number: spec.num_routed for number, spec in specs if isinstance(spec, MoESpec)}
         modules = {int(name): layer.feed_forward for name, layer in model.layers.items()}
         layers = {number: layer for number, layer in modules.items() if isinstance(layer, MixtureOfExperts)}
         return ExpertLoadBalancer(layers, counts, parallel_state.experts, parallel_state.pipeline, device)

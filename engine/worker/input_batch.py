@@ -129,7 +129,7 @@ class InputBatch:
         self.controls = np.zeros(slots, [(name, dtype) for name, (dtype, _) in _CONTROLS.items()])
         """The numeric fields of `params`, as arrays."""
         self.params: list[SamplingParams | None] = [None] * slots
-        self._media = media
+        self.media = media
         self.features: list[FeatureRange] = []
         """The features that the last batch's `media_tokens` take, in the same order."""
 
@@ -140,8 +140,8 @@ class InputBatch:
         """
         for slot in plan.freed_slots:
             self.params[slot] = None
-        if self._media is not None:
-            self._media.free(plan.freed_slots)
+        if self.media is not None:
+            self.media.free(plan.freed_slots)
         for request in plan.new:
             self._add(request)
         has_drafts = any(chained_drafts.values())
@@ -249,8 +249,8 @@ class InputBatch:
         self.num_computed_tokens[slot] = self.num_drafter_tokens[slot] = request.num_computed_tokens
         self.num_tokens[slot] = self.num_blocks[slot] = self.drafted_until[slot] = 0
         token_ids = request.token_ids
-        if self._media is not None and request.media:
-            token_ids = self._media.valid(token_ids)
+        if self.media is not None and request.media:
+            token_ids = self.media.valid(token_ids)
         self._extend_tokens(slot, token_ids)
         self._extend_tables(slot, request.block_ids)
         is_scored = params.prompt_logprobs is not None
@@ -258,8 +258,8 @@ class InputBatch:
         self.score_until[slot] = request.num_prompt_tokens - 1 if is_scored else 0
         self.second_segment[slot] = request.second_segment
         self.controls[slot] = tuple(value(params) for _, value in _CONTROLS.values())
-        if self._media is not None:
-            self._media.add(slot, request.media, request.num_prompt_tokens)
+        if self.media is not None:
+            self.media.add(slot, request.media, request.num_prompt_tokens)
 
     def _extend_tokens(self, slot: int, token_ids: list[int]) -> None:
         self._write_tokens(slot, token_ids)
@@ -296,8 +296,8 @@ class InputBatch:
         starts = np.concatenate(([0], counts.cumsum()))
         last = starts[rows.sampling] + rows.lengths - first[rows.sampling] - 1  # the sampled token follows it
         tensors: dict[str, Ints] = {}
-        if self._media is not None:
-            tensors, self.features = self._media.step(slots, first, counts)
+        if self.media is not None:
+            tensors, self.features = self.media.step(slots, first, counts)
         owners, positions = slots, first  # [tokens]
         if counts.max(initial=1) > 1:
             owners = np.repeat(slots, counts)

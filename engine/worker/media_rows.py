@@ -35,14 +35,16 @@ class MediaRows:
         self._prompts: dict[int, Ints] = {}
         """Positions of a prompt's tokens along the axes."""
         self._ends = np.zeros(slots, np.int64)
-        """The tokens up to which those of a slot's request differ from text; 0: all are text."""
+        """The tokens up to which those of a slot's request differ from causal text; 0: none do."""
         self._deltas = np.zeros(slots, np.int64)
         """Added to the positions of a slot's later tokens."""
 
     def add(self, slot: int, items: Sequence[MediaItem], num_prompt_tokens: int) -> None:
-        if not items:
+        is_one_run = self._spec.is_one_run(items)
+        if not items and not is_one_run:
             return
-        self._items[slot], self._ends[slot] = items, items[-1].end
+        self._items[slot] = items
+        self._ends[slot] = num_prompt_tokens if is_one_run else items[-1].end
         if self._has_axes:
             if axes := self._spec.place_axes:
                 found = place_positions(items, num_prompt_tokens, axes)
@@ -63,6 +65,15 @@ class MediaRows:
                 self._prompts.pop(slot, None)
                 self._ends[slot] = self._deltas[slot] = 0
 
+    def around_items(self, slot: int, first: int, count: int) -> Ints | None:
+        """Of `count` tokens from position `first` on: the indices of those of items, and of the ones before and behind
+        each. None: the slot's request has no items."""
+        if not (items := self._items.get(slot)):
+            return None
+        places = np.arange(first, first + count)
+        is_near = [(item.offset - 1 <= places) & (places <= item.end) for item in items]
+        return np.flatnonzero(np.logical_or.reduce(is_near))
+
     def step(self, slots: Ints, first: Ints, counts: Ints) -> tuple[dict[str, Ints], list[FeatureRange]]:
         """For `counts` tokens of each of these slots from position `first` on: the fields of `Batch` that are not as
         for text, and the features that `media_tokens` take."""
@@ -72,7 +83,7 @@ class MediaRows:
         before = np.flatnonzero(first < self._ends[slots])
         rows = [*zip(*(each[before].tolist() for each in (slots, first, counts, starts)), strict=True)]
         positions = np.arange(counts.sum()) + np.repeat(first - starts, counts)
-        ends = positions + 1
+        ends, has_runs = positions + 1, False
         features: list[FeatureRange] = []
         for slot, begin, count, start in rows:
             for digest, place, number, length in self._features(slot):
@@ -80,9 +91,12 @@ class MediaRows:
                 if low < high:
                     token = start + low - begin
                     features.append(FeatureRange(digest, number + low - place, number + high - place, token))
-                    if self._spec.is_bidirectional:
-                        assert high == place + length, "a step ends inside a run"
-                        ends[token : token + high - low] = high
+            for place, length in self._runs(slot):
+                low, high = max(begin, place), min(begin + count, place + length)
+                if low < high:
+                    assert high == place + length, "a step ends inside a run"
+                    ends[start + low - begin : start + high - begin] = high
+                    has_runs = True
         fields = {}
         if self._has_axes:
             fields["rope_positions"] = positions = positions + np.repeat(self._deltas[slots], counts)
@@ -95,9 +109,17 @@ class MediaRows:
             fields["media_tokens"] = np.concatenate(
                 [each.token + np.arange(each.end - each.begin) for each in features]
             )
-            if self._spec.is_bidirectional:
-                fields["key_ends"] = ends
+        if has_runs:
+            fields["key_ends"] = ends
         return fields, features
+
+    def _runs(self, slot: int) -> Iterable[tuple[int, int]]:
+        """The tokens of a slot's request that attend to each other in both directions: the first one, and how many."""
+        if not self._spec.is_bidirectional:
+            return ()
+        if self._spec.joins_prompt:
+            return ((0, int(self._ends[slot])),)
+        return ((place, length) for _, place, _, length in self._features(slot))
 
     def _features(self, slot: int) -> Iterator[tuple[bytes, int, int, int]]:
         """The runs of a slot's items: digest, position of the first token, number of its feature, length."""

@@ -95,12 +95,10 @@ class ModelRunner:
         media = model.architecture.media
         self._encoder_cache: EncoderCache | None = None
         """On the ranks of the first stage of a model that takes images or videos."""
-        if isinstance(self._model, Decoder) and self._model.tower is not None:
+        tower = None if isinstance(self._model, Encoder) else self._model.tower
+        if tower is not None:
             assert media is not None
-            width, is_single_rank = media.tower.feature_width, self._tp.size == 1
-            self._encoder_cache = EncoderCache(
-                self._model.tower, width, self._dtype, device, is_single_rank=is_single_rank
-            )
+            self._encoder_cache = EncoderCache(tower, media.tower, self._dtype, device, self._tp)
         states = [number for number, group in enumerate(cache.groups) if group.is_state]
         self._input_batch = InputBatch(
             slots=slots,
@@ -252,11 +250,11 @@ class ModelRunner:
         self._tp.begin_step()
         rows = self._update_states(plan, failures)
         if not plan.num_rows and not any(replica_tokens):
-            return self._run_without_rows()
+            return self._run_without_rows(plan)
         batch, places = self._prepare_inputs(rows, replica_tokens)
         if not plan.num_rows:
-            return self._run_without_rows(batch)
-        hidden = self.execute_model(self._receive(plan.num_tokens), batch)
+            return self._run_without_rows(plan, batch)
+        hidden = self.execute_model(self._receive(plan), batch)
         readings: list[AsyncRead] = []
         if not self._pipeline.is_last:
             self._pipeline.send(hidden)
@@ -292,11 +290,11 @@ class ModelRunner:
             batch = replace(batch, media_features=self._encoder_cache.read(self._input_batch.features))
         return batch, places
 
-    def _receive(self, tokens: int) -> Tensor | None:
+    def _receive(self, plan: SchedulerOutput) -> Tensor | None:
         """The previous stage's output; None on the first stage."""
         if self._pipeline.is_first:
             return None
-        return self._pipeline.receive((tokens, self._stage_width), self._dtype)
+        return self._pipeline.receive((plan.num_tokens or 1, self._stage_width), self._dtype, is_patient=plan.encodes)
 
     def execute_model(self, received: Tensor | None, batch: Batch) -> Tensor:
         """Run this stage's layers: the output of `Decoder.forward`."""
@@ -404,12 +402,12 @@ class ModelRunner:
 
         return [AsyncRead([torch.cat(parts) for parts in zip(*slices, strict=True)], fill)]
 
-    def _run_without_rows(self, batch: Batch | None = None) -> list[AsyncRead]:
+    def _run_without_rows(self, plan: SchedulerOutput, batch: Batch | None = None) -> list[AsyncRead]:
         """Run a plan without rows: each stage waits for the previous one and for its own ranks, and signals the next.
 
         The empty `batch` processes other replicas' tokens with this rank's experts.
         """
-        hidden = self._receive(1)
+        hidden = self._receive(plan)
         if batch is not None:
             self.execute_model(None if hidden is None else hidden[:0], batch)
         self._tp.all_reduce(torch.zeros(1, device=self._device))

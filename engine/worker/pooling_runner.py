@@ -1,4 +1,4 @@
-"""Pools the hidden states of each prompt, which may arrive in chunks, into one vector."""
+"""Pools the hidden states of each prompt, which may arrive in chunks, into one vector, or into one of each token."""
 
 from __future__ import annotations
 
@@ -46,17 +46,19 @@ class _PoolState:
 
 
 class PoolingRunner:
-    """The last stage's part of a step of a pooling model: one vector for each prompt that the step completes. The
-    modules after the model compute in float32."""
+    """The last stage's part of a step of a pooling model: the vector of each prompt that the step completes, or the
+    vectors of its tokens. The modules after the model compute in float32."""
 
     def __init__(self, config: ModelConfig, pooling: Pooling, model: Model, device: torch.device) -> None:
-        self._model, self._modes, self._needs_all_tokens = model, pooling.modes, pooling.needs_all_tokens
+        self._model, self._pooling = model, pooling
         self._modules = [
             (module, None if isinstance(module, str) else load_dense(config, module, device))
             for module in pooling.modules[: -1 if pooling.is_normalized else None]  # the server normalizes
         ]
         self._states: dict[int, _PoolState] = {}
         """States of the prompts that have started, by slot."""
+        self._vectors: dict[int, bytearray] = {}
+        """The vectors of such prompts' tokens, on the host."""
 
     def pool(
         self, rows: StepRows, batch: Batch, hidden: Tensor, input_batch: InputBatch, result: ModelRunnerOutput | None
@@ -65,7 +67,9 @@ class PoolingRunner:
         `input_batch.advance`."""
         if result is None:
             return []
-        if self._needs_all_tokens:
+        if self._pooling.is_multi_vector:
+            return [self._read_tokens(self._model.features(hidden).float(), rows, input_batch, result)]
+        if self._pooling.needs_all_tokens:
             pooled = self._pool_chunks(self._model.features(hidden).float(), rows, input_batch)
         elif len(rows.sampling):
             pooled = self._model.features(hidden[batch.logits_indices]).float()
@@ -79,6 +83,23 @@ class PoolingRunner:
 
         return [AsyncRead([self._finish(pooled)], fill)]
 
+    def _read_tokens(self, x: Tensor, rows: StepRows, input_batch: InputBatch, result: ModelRunnerOutput) -> AsyncRead:
+        """Read the vectors of all tokens, given `x` `[tokens, hidden_size]`; results are read in the order of steps."""
+        ends, slots, counts = set(rows.sampling.tolist()), rows.slots.tolist(), rows.counts.tolist()
+        begins = [not input_batch.num_computed_tokens[slot] for slot in slots]
+
+        def fill(vectors: Array) -> None:
+            at = 0
+            for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+                if begins[row]:
+                    self._vectors[slot] = bytearray()
+                self._vectors[slot] += vectors[at : at + count].tobytes()
+                at += count
+                if row in ends:
+                    result.vectors[row] = bytes(self._vectors.pop(slot))
+
+        return AsyncRead([self._finish(x)], fill)
+
     def _pool_chunks(self, x: Tensor, rows: StepRows, input_batch: InputBatch) -> Tensor | None:
         """`[rows, size]`, the totals of the rows that complete their prompt, given `x` `[tokens, hidden_size]` of all
         rows; None if there are none."""
@@ -86,16 +107,26 @@ class PoolingRunner:
         parts = torch.split(x, rows.counts.tolist())
         for row, (slot, part) in enumerate(zip(rows.slots.tolist(), parts, strict=True)):
             position = int(input_batch.num_computed_tokens[slot])
-            seen = _PoolState.of(part, position)
-            if position:
-                before = self._states.pop(slot)
-                before.extend(seen)
-                seen = before
+            seen = self._states.pop(slot, None)
+            seen = seen if position else None  # a prompt begins again after a preemption
+            kept = self._kept(part, slot, position, input_batch)
+            if len(kept) and seen is None:
+                seen = _PoolState.of(kept, position)
+            elif len(kept) and seen is not None:
+                seen.extend(_PoolState.of(kept, position))
             if row in ends:
-                pooled.append(torch.cat([_vector(mode, seen, part[-1]) for mode in self._modes]))
-            else:
+                assert seen is not None, "a prompt without tokens to pool"
+                pooled.append(torch.cat([_vector(mode, seen, part[-1]) for mode in self._pooling.modes]))
+            elif seen is not None:
                 self._states[slot] = seen
         return torch.stack(pooled) if pooled else None
+
+    def _kept(self, part: Tensor, slot: int, position: int, input_batch: InputBatch) -> Tensor:
+        """The rows of a chunk that are pooled; see `Pooling.pools_items`."""
+        if not self._pooling.pools_items or input_batch.media is None:
+            return part
+        near = input_batch.media.around_items(slot, position, len(part))
+        return part if near is None else part[torch.from_numpy(near).to(part.device)]
 
     def _finish(self, x: Tensor) -> Tensor:
         for module, weights in self._modules:
