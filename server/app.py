@@ -30,10 +30,12 @@ from quire.server.http.middleware import (
 from quire.server.http.page import routes as page
 from quire.server.http.response import DIRECT_SEND
 from quire.server.http.state import ServedModel
+from quire.server.media.uploads import Uploads
 from quire.server.openai import (
     chat,
     completions,
     embeddings,
+    files,
     log_level,
     pooling,
     profile,
@@ -55,7 +57,7 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
     app.state.quire = state
     families = (
         *(chat, completions, embeddings, pooling, scores, messages, responses),
-        *(tokenize, replicas, profile, log_level, sagemaker_vertex, status),
+        *(files, tokenize, replicas, profile, log_level, sagemaker_vertex, status),
     )
     routers = [each.router for each in families]
     for router in routers:
@@ -68,6 +70,8 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
         state.forces_usage = options.enable_force_include_usage
         state.names_tokens_by_id = options.return_tokens_as_token_ids
         state.has_public_metrics = options.public_metrics
+        if options.file_storage_path is not None:
+            state.uploads = Uploads(options.file_storage_path, int(options.file_storage_gb * 2**30))
         if options.torch_profiler_dir is not None:
             state.torch_profiler_dir = os.path.abspath(options.torch_profiler_dir)
         open_paths = {*status.HEALTH_ROUTES, "/ping", *sagemaker_vertex.add_vertex(app)}

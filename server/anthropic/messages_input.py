@@ -13,7 +13,7 @@ from quire.server.http.file_parts import PDF, document, tagged
 from quire.server.http.media_parts import content_of
 from quire.server.http.request_model import LABEL, ExtraField, MessagePart, hint, parsed, rejected, variant
 from quire.server.media.types import MediaSource
-from quire.server.text.media_input import media_source
+from quire.server.text.media_input import media_source, uploaded_source
 
 
 class _Block(MessagePart):
@@ -35,6 +35,10 @@ class _Base64Source(MessagePart):
 
 class _UrlSource(MessagePart):
     url: str
+
+
+class _FileSource(MessagePart):
+    file_id: str
 
 
 class _PdfSource(MessagePart):
@@ -165,8 +169,13 @@ _SOURCES: dict[str, type[MessagePart]] = {
     "content": _ContentSource,
     "base64": _PdfSource,
     "url": _UrlSource,
+    "file": _FileSource,
 }
-_IMAGE_SOURCES: dict[str, type[MessagePart]] = {"base64": _Base64Source, "url": _UrlSource}
+_IMAGE_SOURCES: dict[str, type[MessagePart]] = {
+    "base64": _Base64Source,
+    "url": _UrlSource,
+    "file": _FileSource,
+}
 
 
 class MessageTurn(MessagePart):
@@ -298,17 +307,21 @@ class MessageTurns:
                         found = [media_source("image", f"data:{kind};base64,{data}", f"{where}.data")]
                     case _UrlSource(url=url):
                         found = [media_source("image", url, f"{where}.url")]
+                    case _FileSource(file_id=file_id):
+                        found = [uploaded_source(file_id, f"{where}.file_id")]
                     case other:
                         raise AssertionError(other)
-            case _DocumentBlock(source={"type": "base64" | "url"}, title=title, context=context):
+            case _DocumentBlock(source={"type": "base64" | "url" | "file"}, title=title, context=context):
                 match variant(_SOURCES, block.source, where, self._ignored):
                     case _PdfSource(data=data):
-                        url, where = f"data:{PDF};base64,{data}", f"{where}.data"
+                        file = media_source("image", f"data:{PDF};base64,{data}", f"{where}.data")
                     case _UrlSource(url=url):
-                        where = f"{where}.url"
+                        file = media_source("image", url, f"{where}.url")
+                    case _FileSource(file_id=file_id):
+                        file = uploaded_source(file_id, f"{where}.file_id")
                     case other:
                         raise AssertionError(other)
-                found = document(where, url, {}, title=title, context=context)
+                found = document(file, title=title, context=context)
             case _:
                 found = [self._shown(block, param)]
         self.media += [part for part in found if isinstance(part, MediaSource)]

@@ -20,6 +20,8 @@ class HttpRequestRecord:
     """Why it was refused or failed: one of `http_metrics.REASONS`. Empty: it was not."""
     key: str = ""
     """Name of its API key."""
+    owner: str = ""
+    """Identity of its API key (`api_keys.Key.owner`)."""
     response_id: str = ""
     """Id of the response, if the engine is asked."""
     is_engine_request: bool = False
@@ -54,6 +56,6 @@ RECORD: ContextVar[HttpRequestRecord | None] = ContextVar("request_record", defa
 
 
 def current_key() -> str:
-    """Return the name of the API key of the current task's request; empty if it has none."""
+    """Return the identity of the API key of the current task's request; empty if it has none."""
     record = RECORD.get()
-    return "" if record is None else record.key
+    return "" if record is None else record.owner

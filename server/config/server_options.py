@@ -178,6 +178,13 @@ class MediaOptions:
     media_io_kwargs: Mapping[str, Any] | None = flag(
         None, 'options of reading media, by kind, e.g. {"video": {"num_frames": 32}}'
     )
+    file_storage_path: str | None = flag(
+        None,
+        "folder for files that clients upload (/v1/files) and then name by their ids (default: none)",
+        metavar="DIR",
+    )
+    file_storage_gb: float = flag(10.0, "maximum size of all uploaded files together, in GiB", metavar="GIB")
+    enable_mm_embeds: bool = flag(False, "accept the features of images, computed by the client (image_embeds)")
     mm_processor_cache_gb: float = flag(
         CACHE_GB,
         "size of the cache of processed images and videos, which all API processes share, in GiB; 0: none. Those of "
@@ -193,7 +200,10 @@ class MediaOptions:
                     raise ConfigError(f"--{name.replace('_', '-')} with --no-media-fetch: omit one of them")
         if (folder := self.allowed_local_media_path) and not os.path.isdir(folder):
             raise ConfigError(f"--allowed-local-media-path {folder}: not a folder")
-        for name in ("media_fetch_timeout", "max_media_bytes"):
+        folder = self.file_storage_path
+        if folder and not (os.path.isdir(folder) and os.access(folder, os.R_OK | os.W_OK | os.X_OK)):
+            raise ConfigError(f"--file-storage-path {folder}: not a folder that this user can write to")
+        for name in ("media_fetch_timeout", "max_media_bytes", "file_storage_gb"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be greater than 0, and finite")
         if not 0 <= self.mm_processor_cache_gb < math.inf:

@@ -292,7 +292,9 @@ IGNORED: dict[str, str] = {
     "all API processes share one cache, in shared memory": "--mm-processor-cache-type=",
     "answers do not depend on where the chunks of a prompt end": "--disable-chunked-mm-input",
     "memory for images is planned, not measured": "--skip-mm-profiling",
-    "ranks share the heads of the tower, or compute all of them if these do not divide": "--mm-encoder-tp-mode=",
+    "ranks share the heads of the tower, or compute all of them if these do not divide; items are not divided": (
+        "--mm-encoder-tp-mode="
+    ),
     "llguidance is the only backend": "--guided-decoding-backend=",
     "it belongs to vLLM's V0 engine": (
         "--disable-async-output-proc --disable-frontend-multiprocessing --max-context-len-to-capture= "

@@ -26,6 +26,13 @@ class Key(NamedTuple):
     role: Role = "api"
     weight: float = 1.0
     """For `--fair-share key`."""
+    digest: str = ""
+    """Of the secret, if the operator has given the key no name: its number may be another key's after a change."""
+
+    @property
+    def owner(self) -> str:
+        """Whose the files and responses are that its requests store."""
+        return self.digest or self.name
 
 
 class ApiKeys:
@@ -36,7 +43,8 @@ class ApiKeys:
         self._fixed: dict[bytes, Key] = {}
         for role, secret in given:
             number = 1 + sum(key.role == role for key in self._fixed.values())
-            key = self._fixed.setdefault(_digest(secret.encode()), Key(f"{role}-{number}", role))
+            digest = _digest(secret.encode())
+            key = self._fixed.setdefault(digest, Key(f"{role}-{number}", role, digest=_text(digest)))
             if key.role != role:
                 raise ConfigError(f"{_flag(key.role)} and {_flag(role)} have a key in common; each role needs its own")
         self._from_file: dict[bytes, Key] = {}
@@ -101,13 +109,13 @@ class ApiKeys:
                 if (named and not secret) or re.fullmatch(_OPTION, secret):
                     raise ValueError(f"line {number}: there is no key in {text}")
                 if secret:
-                    name = named[1] if named and named[1] else f"line-{number}"
                     digest = _digest(secret.encode())
+                    name = named[1] if named else ""
                     other = found.get(digest) or self._fixed.get(digest)
                     if other is not None and other.role != role:
                         place = "an earlier line" if digest in found else _flag(other.role)
                         raise ValueError(f"line {number}: {place} gives this key the role {other.role}, not {role}")
-                    found[digest] = Key(name, roles[role], read)
+                    found[digest] = Key(name or f"line-{number}", roles[role], read, "" if name else _text(digest))
         return found
 
 
@@ -127,3 +135,7 @@ def _flag(role: Role) -> str:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _text(digest: bytes) -> str:
+    return f"sha256:{digest.hex()}"  # no name has a colon

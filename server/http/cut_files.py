@@ -12,10 +12,9 @@ MAX_CUT_BODY = 8 * 2**20
 """Bytes of a body whose files are cut out, which takes about a quarter of a millisecond for each MiB."""
 _LEAST = 1024
 """Bytes of a string that is cut out."""
-_FILE = re.compile(
-    rb'(?<!\\)"(?:url|image_url|video_url|data)"[ \t\r\n]*:[ \t\r\n]*"(?:data:[\w.+/=;-]{0,100};base64,)?', re.ASCII
-)
-"""The beginning of a string that may be a file, up to its base64."""
+_URL = rb"data:[\w.+/=;-]{0,100};base64,"
+_FILE = re.compile(rb'(?<!\\)"(?:data"[ \t\r\n]*:[ \t\r\n]*"(?:%b)?|%b)' % (_URL, _URL), re.ASCII)
+"""The beginning of a string that may be a file, up to its base64: a data: URL, or the value of `data`."""
 _NOT_PLAIN = (b"\\", b"\n", b"\r", b"\t")
 """In JSON, such a string has other characters than it seems, or is invalid."""
 

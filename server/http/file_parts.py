@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from xml.sax.saxutils import quoteattr
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.http.request_model import LABEL, ExtraField, MessagePart, only_one, rejected
+from quire.server.http.request_model import LABEL, ExtraField, MessagePart, only_one
 from quire.server.media.data_urls import data_url, is_data_url, media_type
 from quire.server.media.types import MediaSource
-from quire.server.text.media_input import media_source
+from quire.server.text.media_input import media_source, uploaded_source
 
 _TEXT_TYPES = ("application/json", "application/x-ndjson", "application/xml", "application/yaml", "application/x-yaml")
 """Besides text/*."""
@@ -26,15 +26,22 @@ for _kind, _end in (
     _TYPES.add_type(_kind, _end)
 
 
+def type_of_name(filename: str) -> str:
+    """Return the media type of files with such a name; empty: unknown."""
+    return _TYPES.guess_type(filename)[0] or ""
+
+
 class FilePart(MessagePart):
     """A file: `input_file` of Responses, or what the part `file` of a chat has."""
 
-    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"file_id": rejected(), "detail": LABEL}
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"detail": LABEL}
 
     file_data: str | None = None
     """The file in a data URL, or its base64. An image, a PDF, or a text in UTF-8."""
     file_url: str | None = None
     """The address of an image or a PDF."""
+    file_id: str | None = None
+    """The id of an uploaded image, PDF or text in UTF-8 (`/v1/files`)."""
     filename: str | None = None
     """The name by which the model knows the file. Without a media type in `file_data`, it tells the type."""
 
@@ -42,16 +49,19 @@ class FilePart(MessagePart):
         """Return what the prompt shows of the file: an image, or a document between tags. `options` are arguments of
         the model's processor. Raises `InvalidParameter`.
         """
-        data = only_one({f"{param}.file_data": self.file_data, f"{param}.file_url": self.file_url})
+        names = ("file_data", "file_url", "file_id")
+        data = only_one({f"{param}.{name}": getattr(self, name) for name in names})
         if data is None:
-            raise InvalidParameter(f"{param}: file_data or file_url is missing", f"{param}.file_data")
-        if self.file_data is None:
-            return document(f"{param}.file_url", data, options, title=self.filename)
+            raise InvalidParameter(f"{param}: file_data, file_url or file_id is missing", f"{param}.file_data")
+        if self.file_id is not None:
+            return document(uploaded_source(data, f"{param}.file_id", options=options), title=self.filename)
+        if self.file_url is not None:
+            return document(media_source("image", data, f"{param}.file_url", options=options), title=self.filename)
         where = f"{param}.file_data"
         data = data if is_data_url(data) else f"data:;base64,{data}"
         kind = media_type(data)
         if kind in ("", "application/octet-stream"):
-            kind = _TYPES.guess_type(self.filename or "")[0] or ""
+            kind = type_of_name(self.filename or "")
         if kind.startswith("text/") or kind in _TEXT_TYPES:
             try:
                 text = data_url(data, sys.maxsize).decode("utf-8-sig")
@@ -67,12 +77,11 @@ class FilePart(MessagePart):
                 f"{where}: files of type {kind[:100] or 'unknown'!r} are not supported, only images, PDFs and texts",
                 where,
             )
-        return document(where, data, options, title=self.filename)
+        return document(media_source("image", data, where, options=options), title=self.filename)
 
 
-def document(param: str, url: str, options: Mapping[str, Any], **attributes: str | None) -> list[str | MediaSource]:
-    """Return a PDF or an image, by its URL, between tags with these attributes. Raises `InvalidParameter`."""
-    source = media_source("image", url, param, options=options)
+def document(source: MediaSource, **attributes: str | None) -> list[str | MediaSource]:
+    """Return a PDF or an image between tags with these attributes."""
     source.is_document = True
     begin, _, end = tagged("document", "", **attributes).rpartition("\n\n")
     return [begin, source, end]

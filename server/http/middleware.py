@@ -51,7 +51,7 @@ class ApiKeyMiddleware:
             return await self._app(scope, receive, send)
         key = scope[SCOPE_KEY] = self._keys.find(_key(scope))
         if key is not None and (record := RECORD.get()) is not None:
-            record.key = key.name
+            record.key, record.owner = key.name, key.owner
         readable = scope["path"] if scope["method"] in ("GET", "HEAD") else None
         if "api" not in self._keys.roles or readable in self._open or (key is not None and key.role != "metrics"):
             return await self._app(scope, receive, send)

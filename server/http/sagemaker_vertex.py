@@ -35,7 +35,8 @@ ROUTES = (
     ("data_1", "/score"),
     ("queries", "/score"),
 )
-"""Maps a field of the body to its route; the first match counts. Inputs of a classifier are classified."""
+"""Maps a field of the body to its route; the first match counts. Conversations and inputs of pooling models are pooled.
+"""
 HEALTH_ROUTE, PREDICT_ROUTE = "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"
 """Vertex AI sets these environment variables in the container."""
 MAX_INSTANCES = 1024
@@ -83,8 +84,8 @@ async def ping(state: AppState) -> Response:
 
 @router.post("/invocations")
 async def invocations(body: dict[str, Any], request: Request, state: AppState) -> Response:
-    """Forward to chat (with `messages`), completions (`prompt`), embeddings or a classifier (`input`; with `task`
-    pooling), rerank (`query`) or score (`text_1`, `data_1` or `queries`).
+    """Forward to chat (with `messages`), completions (`prompt`), embeddings or a classifier (`input`, or `messages`;
+    with `task` pooling), rerank (`query`) or score (`text_1`, `data_1` or `queries`).
     """
     route = _route(body, "", state.frontend.input_processor.pooling)
     return _ForwardedResponse(request, route, await request.body())
@@ -157,8 +158,11 @@ def _instance(instance: Any, parameters: Mapping[str, Any], where: str, pooling:
 def _route(body: Mapping[str, Any], where: str, pooling: Pooling | None) -> str:
     for name, path in ROUTES:
         if name in body:
-            is_classifier = pooling is not None and pooling.classes is not None
-            return "/classify" if name == "input" and is_classifier else path
+            if pooling is None or name not in ("input", "messages"):
+                return path
+            if "task" in body or pooling.is_multi_vector:
+                return "/pooling"
+            return "/v1/embeddings" if pooling.classes is None else "/classify"
     fields = ", ".join(f"`{name}`" for name, _ in ROUTES)
     raise InvalidParameter(f"{where}expected one of {fields}, which selects the route")
 

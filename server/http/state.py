@@ -19,6 +19,7 @@ from quire.server.http.errors import ModelNotFound
 from quire.server.http.large_bodies import BodyRoute, LargeBodies
 from quire.server.http.response_store import ResponseStore
 from quire.server.http.watched_files import WatchedFiles
+from quire.server.media.uploads import Uploads
 from quire.server.serving.frontend import Frontend
 
 
@@ -42,6 +43,8 @@ class ServedModel:
     """Whether every chunk of a stream has the usage (`--enable-force-include-usage`)."""
     names_tokens_by_id: bool = False
     """Whether log-probabilities have token ids by default (`--return-tokens-as-token-ids`)."""
+    uploads: Uploads | None = None
+    """Files that clients have uploaded; None: they are refused (`--file-storage-path`)."""
     torch_profiler_dir: str | None = None
     """The folder for traces; None: they are sent to the client."""
     drain_seconds: float = 0.0

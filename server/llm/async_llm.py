@@ -24,7 +24,7 @@ from quire.server.config.engine_args import EngineArgs
 from quire.server.llm import pooling
 from quire.server.llm.hf_tokenizer import hf_tokenizer
 from quire.server.llm.offline_request import OfflineRequest
-from quire.server.llm.pooling import PoolingParams
+from quire.server.llm.pooling import PoolingParams, ScoreData
 from quire.server.llm.prompts import PromptLike, Tokenization, chat_input, check_supported, process_chat, process_prompt
 from quire.server.media.service import media_settings
 from quire.server.serving.frontend import Frontend
@@ -259,12 +259,12 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         *,
-        pooling_task: Literal["embed", "classify"] | None = None,
+        pooling_task: Literal["embed", "token_embed", "classify"] | None = None,
         dimensions: int | None = None,
         use_activation: bool | None = None,
         **rendering: Any,
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """Compute the pooled output of a prompt: a vector, or the probability of each label.
+        """Compute the pooled output of a prompt: a vector, the vectors of its tokens, or the probability of each label.
 
         `pooling_task` is the expected one of them: a model for the other raises `InvalidParameter`. The other options
         are as in `AsyncLLM.classify` and `AsyncLLM.embed`.
@@ -276,8 +276,8 @@ class AsyncLLM:
 
     async def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: ScoreData | Sequence[ScoreData],
+        data_2: ScoreData | Sequence[ScoreData],
         request_id: str | None = None,
         priority: int = 0,
         *,
@@ -285,11 +285,12 @@ class AsyncLLM:
         use_activation: bool | None = None,
         **rendering: Any,
     ) -> list[ScoringRequestOutput]:
-        """Score each text of `data_1` with its counterpart in `data_2`, or a single one with all of them.
+        """Score each text of `data_1` with its counterpart in `data_2`, or a single one with all of them. Instead of a
+        text, `{"content": [parts]}` has the parts of a message, with images and videos as in `LLM.chat`.
 
         A cross-encoder scores pairs, with `use_activation` as in `AsyncLLM.classify`; an embedding model compares
-        vectors by their cosine similarity, or if that is False by their dot product. The other options are as in
-        `AsyncLLM.classify`.
+        vectors by their cosine similarity, or if that is False by their dot product, and vectors of tokens by MaxSim.
+        The other options are as in `AsyncLLM.classify`.
         """
         given = pooling.options(pooling_params, **rendering)
         activated = pooling.vector_options(pooling_params, normalize=use_activation).normalize

@@ -18,7 +18,7 @@ from quire.server.llm import pooling
 from quire.server.llm.async_llm import AsyncLLM
 from quire.server.llm.llm_engine import LLMEngine
 from quire.server.llm.offline_request import OfflineRequest
-from quire.server.llm.pooling import PoolingParams
+from quire.server.llm.pooling import PoolingParams, ScoreData
 from quire.server.llm.prompts import (
     ProcessedPrompt,
     PromptLike,
@@ -228,7 +228,7 @@ class LLM(LLMEngine):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        pooling_task: Literal["embed", "classify"] | None = None,
+        pooling_task: Literal["embed", "token_embed", "classify"] | None = None,
         dimensions: int | None = None,
         use_activation: bool | None = None,
         **rendering: Any,
@@ -243,8 +243,8 @@ class LLM(LLMEngine):
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: ScoreData | Sequence[ScoreData],
+        data_2: ScoreData | Sequence[ScoreData],
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
+from quire.server.llm.media import content_media
 from quire.server.llm.prompts import PromptLike, Tokenization, check_supported, split, typed
 from quire.server.serving.frontend import Frontend
 from quire.server.serving.llm_outputs import (
@@ -21,7 +22,17 @@ from quire.server.serving.llm_outputs import (
     ScoringRequestOutput,
 )
 from quire.server.text.embedding_output import VectorOptions, scores
-from quire.server.text.inputs import EmbeddingOptions, Task, TruncationSide
+from quire.server.text.inputs import (
+    ContentParts,
+    EmbeddingOptions,
+    MarkedPrompt,
+    PooledInput,
+    Task,
+    TruncationSide,
+)
+
+ScoreData = str | Mapping[str, Any]
+"""A text, or `{"content": [parts]}` with the parts of a message."""
 
 
 @dataclass(kw_only=True)
@@ -39,7 +50,7 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
     """Number of tokens to keep of a longer prompt; -1: as many as the model takes; None: a longer prompt is an error.
     """
-    task: Literal["embed", "classify"] | None = None
+    task: Literal["embed", "token_embed", "classify"] | None = None
     """`LLM.encode`: the expected result; a model for another one is an error."""
 
     def clone(self) -> PoolingParams:
@@ -55,20 +66,19 @@ async def _pool(
     vectors: VectorOptions,
     request_id: str | None,
     priority: int,
-) -> tuple[list[float], dict[str, Any]]:
-    """Return a prompt's vector, and the common fields of results."""
+) -> tuple[Any, dict[str, Any]]:
+    """Return a prompt's vector, or the vectors of its tokens, and the common fields of results."""
     processor, (given, text, salt, media) = frontend.admit(task), split(prompt)
-    if media:
-        raise InvalidParameter("multi_modal_data: embeddings of images are not supported", "multi_modal_data")
-    (ids,) = await processor.pooled.process_embeddings({"prompt": given}, rendering, vectors)
+    whole: PooledInput = MarkedPrompt(prompt=given, media=media) if media else given
+    pooled = await processor.pooled.process_embeddings({"prompt": whole}, rendering, vectors)
     request_id = request_id or uuid.uuid4().hex
-    with frontend.embed(request_id, [ids], typed(priority, int, "priority"), salt) as embedding:
+    with frontend.embed(request_id, pooled, typed(priority, int, "priority"), salt) as embedding:
         (output,) = await embedding.vectors()
     assert processor.pooling is not None
     return vectors.finish(output.vector or b"", processor.pooling).tolist(), {
         "request_id": request_id,
         "prompt": text,
-        "prompt_token_ids": ids,
+        "prompt_token_ids": pooled.prompts[0],
         "num_cached_tokens": output.num_cached_tokens,
     }
 
@@ -112,22 +122,22 @@ async def encode(
 
 async def score(
     frontend: Frontend,
-    data_1: str | Sequence[str],
-    data_2: str | Sequence[str],
+    data_1: ScoreData | Sequence[ScoreData],
+    data_2: ScoreData | Sequence[ScoreData],
     rendering: EmbeddingOptions,
     use_activation: bool | None,
     request_id: str | None = None,
     priority: int = 0,
 ) -> list[ScoringRequestOutput]:
     processor = frontend.admit("score")
-    data_1, data_2 = (texts if isinstance(texts, str) else list(texts) for texts in (data_1, data_2))
-    for texts, param in ((data_1, "data_1"), (data_2, "data_2")):
-        if not all(isinstance(text, str) for text in texts):
-            raise InvalidParameter(f"{param}: only texts can be scored", param)
-    given = await processor.pooled.process_pairs(data_1, data_2, rendering, ("data_1", "data_2"))
+    first, second = (
+        _content(data, param) if isinstance(data, str | Mapping) else [_content(each, param) for each in data]
+        for data, param in ((data_1, "data_1"), (data_2, "data_2"))
+    )
+    given = await processor.pooled.process_pairs(first, second, rendering, ("data_1", "data_2"))
     request_id = request_id or uuid.uuid4().hex
     priority = typed(priority, int, "priority")
-    with frontend.embed(request_id, given.prompts, priority, None, given.second_segments) as embedding:
+    with frontend.embed(request_id, given, priority) as embedding:
         outputs = await embedding.vectors()
     assert processor.pooling is not None
     parts: Sequence[tuple[int, ...]] = given.compared or [(at,) for at in range(len(outputs))]
@@ -142,6 +152,23 @@ async def score(
         )
         for places, score in zip(parts, found, strict=True)
     ]
+
+
+def _content(data: ScoreData, param: str) -> str | ContentParts:
+    """An input to score; raises `InvalidParameter` for anything else."""
+    if isinstance(data, str):
+        return data
+    content = data.get("content") if isinstance(data, Mapping) else None
+    if not isinstance(content, list):
+        raise InvalidParameter(f'{param}: only texts can be scored, and {{"content": [parts]}}', param)
+    parts, media = content_media(content, f"{param}.content", data.get("mm_processor_kwargs") or {})
+    for at, part in enumerate(parts):
+        match part:
+            case {"type": "image" | "video"} | {"type": "text", "text": str()}:
+                pass
+            case _:
+                raise InvalidParameter(f"{param}.content[{at}]: expected a text, an image or a video", param)
+    return ContentParts(parts=parts, media=media)
 
 
 def options(
@@ -163,7 +190,7 @@ def options(
     of_params = None if params is None else params.truncate_prompt_tokens
     lengths = (truncate_prompt_tokens, tokenization.truncate_prompt_tokens, of_params)
     return EmbeddingOptions(
-        add_special_tokens=add_special_tokens and tokenization.add_special_tokens is not False,
+        add_special_tokens=None if add_special_tokens and tokenization.add_special_tokens is not False else False,
         truncate=typed(
             next((each for each in lengths if each is not None), None), int | None, "truncate_prompt_tokens"
         ),

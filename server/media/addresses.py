@@ -25,7 +25,7 @@ _FIRST_USER_PORT = 1024
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#]*)([^?#]*)(\?[^#]*)?(?:#.*)?", re.IGNORECASE)
 _AUTHORITY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]+)(?::([0-9]{1,5}))?")
 _NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
-_UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
+_UNSAFE = re.compile(r"[\x00-\x20\x7f\\\ud800-\udfff]")
 _IS_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 """A last label by which URL parsers take a host for an IPv4 address."""
 _PATH_CHARACTERS = "!$%&'()*+,/:;=?@[]~|^`{}\"<>"

@@ -138,15 +138,20 @@ def _answer(
     try:
         with open(source, "rb") as file:
             if order.kind == "video":
-                processed = processor.video(file, order.options, order.max_pixels, order.max_bytes)
+                limits = order.max_pixels, order.max_bytes
+                processed = processor.video(file, order.options, *limits, is_array=order.is_array)
                 return _described(processed, processed.arrays["pixel_values_videos"].size // 3, order.max_bytes)
             num_pages = 1
+            if order.is_array:
+                return _described(processor.embeds(file.read()), 0, order.max_bytes)
             if order.page is not None and file.peek(len(documents.BEGINNING)).startswith(documents.BEGINNING):
                 image, num_pages = documents.render_page(pdfium, file.read(), order.page, order.max_pixels)
             else:
                 image = images.decode_image(file, formats, order.max_pixels, processor.background)
         try:
-            processed = processor.image(image, order.options, among_several=order.among_several)
+            processed = processor.image(
+                image, order.options, among_several=order.among_several, max_bytes=order.max_bytes
+            )
         except (MediaRefused, MemoryError):
             raise
         except Exception:

@@ -19,7 +19,6 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.media import MediaKind
 from quire.server.media.confinement import environment
 from quire.server.media.decoding import (
     ALIGNMENT,
@@ -166,7 +165,7 @@ class Decoders:
         channel: socket.socket,
         pid: int,
         order: DecodeOrder,
-        layouts: Mapping[MediaKind, ItemLayout],
+        layouts: Mapping[str, ItemLayout],
         open_target: Callable[[int], int],
     ) -> Decoded | Refused | None:
         """Return a fork's answer, when it has written the arrays and ended; None: it died, but not because it took too
@@ -239,9 +238,9 @@ def _has_ended(pid: int) -> bool:
     return all(stat.rpartition(")")[2].split()[0] in "ZX" for stat in stats)
 
 
-def _is_valid(answer: Decoded, order: DecodeOrder, layouts: Mapping[MediaKind, ItemLayout]) -> bool:
+def _is_valid(answer: Decoded, order: DecodeOrder, layouts: Mapping[str, ItemLayout]) -> bool:
     """Whether the arrays lie in the file one after the other, and are such as the model's processor makes."""
-    if (layout := layouts.get(order.kind)) is None or bool(answer.grids) != layout.has_grids:
+    if (layout := layouts.get(order.layout)) is None or bool(answer.grids) != layout.has_grids:
         return False
     names = {array.name for array in answer.arrays}
     required = {name for name, array in layout.arrays.items() if not array.is_optional}

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.protocol.media import MediaArray, MediaKind
+from quire.engine.protocol.media import EMBEDS, MediaArray, MediaKind
 from quire.server.media.types import MediaFormat
 
 ALIGNMENT = 64
@@ -42,7 +42,8 @@ class DecoderReady(msgspec.Struct, array_like=True):
     """Why it can never decode anything."""
     counts_images: bool = False
     """Whether an image is processed differently if its prompt has others."""
-    layouts: Mapping[MediaKind, ItemLayout] = {}
+    layouts: Mapping[str, ItemLayout] = {}
+    """By `DecodeOrder.layout`."""
 
 
 class DecodeOrder(msgspec.Struct, array_like=True):
@@ -59,6 +60,13 @@ class DecodeOrder(msgspec.Struct, array_like=True):
     """The page of a document, from 0; None: the file is no document."""
     among_several: bool = False
     """With `DecoderReady.counts_images`: the image's prompt has others."""
+    is_array: bool = False
+    """See `MediaSource`."""
+
+    @property
+    def layout(self) -> str:
+        """The kind of the results."""
+        return EMBEDS if self.is_array and self.kind == "image" else self.kind
 
 
 class Decoded(msgspec.Struct, array_like=True, tag=True):

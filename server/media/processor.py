@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -18,13 +19,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.media import MediaKind
+from quire.engine.protocol.media import EMBEDS
+from quire.engine.repository.processors import load_processor
+from quire.server.media.arrays import EmbedsFormat, read_embeds
 from quire.server.media.images import WHITE, MediaRefused
 from quire.server.media.types import MediaFormat, MediaSettings
-from quire.server.media.video import VideoProcessor
+from quire.server.media.video import VideoProcessor, check_least_pixels, resolved
+from quire.server.media.video_families import in_words
 
 _ABSENT = ("torch", "torchvision", "torchaudio")
-_TEXT_ARRAYS = ("input_ids", "attention_mask", "text_replacement_offsets")
+_TEXT_ARRAYS = ("input_ids", "attention_mask", "labels", "text_replacement_offsets")
 """What a processor returns for the text, beside token_type_ids of several names."""
 _OWN_ARGUMENTS = {"return_tensors", "device", "data_format", "input_data_format", "disable_grouping"}
 """Arguments of processors that say how they work, not what comes out."""
@@ -34,6 +38,8 @@ _OPTIONS = {
     "pan_and_scan_min_ratio_to_activate",
 }
 """Arguments that a request may give: the tower takes what comes out, whatever their values are."""
+_COUNTS = ("max_patches", "pan_and_scan_max_num_crops")
+"""Those of them that limit the rows of an array."""
 _OWN_PROCESSORS = {
     "cohere2_vision": "Cohere2VisionImageProcessorPil",
     "kimi_k25": "KimiK25ImageProcessorPil",
@@ -43,13 +49,10 @@ _OWN_PROCESSORS = {
     "step3p7": "Step3p7ImageProcessorPil",
 }
 """Image processors that transformers has for torchvision only, by their module here."""
+_PUBLISHED = dict.fromkeys(("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"), "deepseek_ocr")
+"""Architectures whose folders have no processor that transformers knows: the modules here that load one."""
 _EXAMPLES = ((96, 64), (64, 320), (2000, 1000))
 """Sizes of pictures of which a processor makes everything that it ever makes: some cut large ones in pieces."""
-_VIDEO_FILES = (
-    ("processor_config.json", "video_processor"),
-    ("video_preprocessor_config.json", ""),
-    ("preprocessor_config.json", ""),
-)
 
 
 class ProcessedItem(msgspec.Struct):
@@ -61,26 +64,6 @@ class ProcessedItem(msgspec.Struct):
     seconds_per_frame: float = 0.0
 
 
-class VideoSettings(dict[str, Any]):
-    """Stands for the video processor of transformers, which needs torch: the settings of the model's folder."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    @classmethod
-    def from_pretrained(cls, folder: str, **_: Any) -> VideoSettings:
-        """Read the settings, which the processor looks up when it makes the text of a video."""
-        for file, key in _VIDEO_FILES:
-            if (path := Path(folder, file)).is_file():
-                settings = json.loads(path.read_bytes())
-                if key == "" or key in settings:
-                    return cls(settings[key] if key else settings)
-        return cls()
-
-
 class Processor:
     """The processor of a model."""
 
@@ -88,7 +71,8 @@ class Processor:
         """Load it. Raises `ConfigError` if the model's folder has none, or none that works without torch."""
         for name in _ABSENT:
             sys.modules[name] = None  # type: ignore[assignment]
-        self._name = _model_type(settings.model)
+        self._dtype = settings.dtype
+        self._name = str(_config(settings.model).get("model_type", settings.model))
         try:
             self.hf = _load(settings.model)
         except Exception as error:
@@ -138,10 +122,28 @@ class Processor:
             self.counts_images = "batch_num_images" in images[0].arrays
             """Whether it cuts an image into tiles only if the prompt has no others (LLaVA-OneVision)."""
             images += [self.image(picture, {}, among_several=True) for picture in pictures if self.counts_images]
+            arrays = [array for array in images[0].arrays.values() if array.ndim]
+            self._row_bytes = max(array.nbytes // len(array) for array in arrays)
+            """Of a patch or a tile."""
+            self._size: dict[str, Any] = {}
+            """The least and most pixels; empty: the model has no such limits, or requests cannot change them."""
+            size = dict(getattr(self.hf.image_processor, "size", None) or {})
+            if "size" in self._options and {"shortest_edge", "longest_edge"} <= size.keys():
+                self._size = resolved({"size": size}, self._defaults)["size"]
+                side = 16 * self.hf.image_processor.patch_size * self._merge({})
+                exact = {"size": dict.fromkeys(("shortest_edge", "longest_edge"), side**2)}
+                item = self.image(Image.new("RGB", (side, side)), exact)
+                self._bytes_per_pixel = sum(array.nbytes for array in item.arrays.values()) / side**2
+                """Bytes of arrays by pixels as `_size` counts them: GLM-4.1V has twice as many."""
         except Exception as error:
             raise self._unsupported(error) from error
-        self.examples: dict[MediaKind, list[ProcessedItem]] = {"image": images}
-        """Items of each kind that is supported, of several sizes."""
+        self.examples: dict[str, list[ProcessedItem]] = {"image": images}
+        """Items of each kind that is supported, of several sizes, and of `EMBEDS`."""
+        texts, tokens = [item.text for item in images], self.hf.tokenizer.get_added_vocab()
+        grids = images[0].grids
+        self._embeds = None if len(grids) > 1 else EmbedsFormat.of(texts, tokens, self._merge({}) if grids else 0)
+        if self._embeds is not None:
+            self.examples[EMBEDS] = [self.embeds(self._embeds.example(width)) for width in (1, 2)]
         if (video := self._video.example) is not None:
             self.examples["video"] = [ProcessedItem(*video)]
 
@@ -155,13 +157,29 @@ class Processor:
     @property
     def format(self) -> MediaFormat:
         """How prompts refer to items."""
-        return MediaFormat(image_placeholder=self.hf.image_token, video_placeholder=self._video.placeholder)
+        placeholder, example = self.hf.image_token, "x"
+        picture = Image.new("RGB", _EXAMPLES[0])
+        of_got_ocr = {"format": False, "images_kwargs": {}}  # which others ignore
+        _, (text,), *_ = self.hf.prepare_inputs_layout(images=[picture], text=[placeholder + example], **of_got_ocr)
+        start, _, end = text.partition(placeholder)[2].rpartition(example)
+        special, plain = (self.hf.tokenizer(example, add_special_tokens=adds).input_ids for adds in (True, False))
+        return MediaFormat(placeholder, self._video.placeholder, start, end, special != plain)
 
-    def image(self, image: Image.Image, options: Mapping[str, Any], *, among_several: bool = False) -> ProcessedItem:
-        """Process a picture (RGB), with further arguments of the processor; `among_several` as in `DecodeOrder`. Raises
-        `MediaRefused`, and whatever the processor raises.
+    def image(
+        self,
+        image: Image.Image,
+        options: Mapping[str, Any],
+        *,
+        among_several: bool = False,
+        max_bytes: float = math.inf,
+    ) -> ProcessedItem:
+        """Process a picture (RGB), with further arguments of the processor; `among_several` as in `DecodeOrder`. Arrays
+        that would have more than `max_bytes` because of the arguments are not made. Raises `MediaRefused`, and whatever
+        the processor raises.
         """
-        arguments = {**self._defaults, **self._own(options, self._options)}
+        arguments = {**self._defaults, **(own := self._own(options, self._options))}
+        if max_bytes < math.inf:
+            self._check_bytes(own, image.width * image.height, max_bytes)
         images, text = ([[image, image]] if among_several else [image]), self.hf.image_token * (1 + among_several)
         if is_framed := getattr(self.hf, "cat_extra_token", False):  # Hunyuan VL
             text = f"{self.hf.image_start_token}{text}{self.hf.image_end_token}"
@@ -173,19 +191,48 @@ class Processor:
         }
         grids: tuple[tuple[int, int, int], ...] = ()
         if (grid := arrays.get("image_grid_thw")) is not None:
-            merge = int(arguments.get("merge_size") or self.hf.image_processor.merge_size)
+            merge = self._merge(arguments)
             ((time, height, width),) = grid.tolist()
             grids = ((time, height // merge, width // merge),)
             if is_framed:  # a token before all, one behind each row, and one behind all
                 grids = ((1, 1, 1), (time, height // merge, width // merge + 1), (1, 1, 1))
         return ProcessedItem(arrays, self._replacement, grids)
 
-    def video(self, file: IO[bytes], options: Mapping[str, Any], max_pixels: int, max_bytes: int) -> ProcessedItem:
-        """Process a file with a video, whose frames have at most `max_pixels`, to arrays of at most `max_bytes`. Raises
-        `MediaRefused`.
+    def _check_bytes(self, options: Mapping[str, Any], num_pixels: int, max_bytes: float) -> None:
+        """Raise `MediaRefused` if a picture of so many pixels would become more than `max_bytes`. Values that are no
+        numbers are left to the processor.
+        """
+        for name in options.keys() & {*_COUNTS}:
+            if isinstance(value := options[name], int | float) and value * self._row_bytes > max_bytes:
+                raise MediaRefused(f"{name} must be at most {max_bytes // self._row_bytes:.0f}")
+        if self._size:
+            size = resolved({"size": self._size}, options)["size"]
+            check_least_pixels(size, self._size)
+            pixels = max(size["shortest_edge"], min(num_pixels, size["longest_edge"]))
+            if (needed := pixels * self._bytes_per_pixel) > max_bytes:
+                raise MediaRefused(
+                    f"the processed item would have {needed:.0f} bytes; at most {max_bytes:.0f} are allowed"
+                )
+
+    def _merge(self, arguments: Mapping[str, Any]) -> int:
+        """Patches along each side of a feature."""
+        return int({**self._defaults, **arguments}.get("merge_size") or self.hf.image_processor.merge_size)
+
+    def embeds(self, data: bytes) -> ProcessedItem:
+        """Process the features of an image in a file (see `read_embeds`). Raises `MediaRefused`."""
+        if self._embeds is None:
+            raise MediaRefused(f"{EMBEDS} are not supported for this model: its features are not in one run of tokens")
+        values, grid = read_embeds(data, self._dtype)
+        return ProcessedItem({EMBEDS: values}, *self._embeds.place(len(values), grid))
+
+    def video(
+        self, file: IO[bytes], options: Mapping[str, Any], max_pixels: int, max_bytes: int, *, is_array: bool = False
+    ) -> ProcessedItem:
+        """Process a file with a video, or with an array of its frames, which have at most `max_pixels`, to arrays of at
+        most `max_bytes`. Raises `MediaRefused`.
         """
         own = self._own(options, self._video.arguments)
-        return ProcessedItem(*self._video.process(file, own, max_pixels, max_bytes))
+        return ProcessedItem(*self._video.process(file, own, max_pixels, max_bytes, is_array=is_array))
 
     def _own(self, options: Mapping[str, Any], arguments: Set[str]) -> dict[str, Any]:
         """The options for one kind of item. Raises `MediaRefused` for those that are for none."""
@@ -201,35 +248,20 @@ def _plain(value: Any) -> NDArray[Any]:
     return np.ascontiguousarray(array, dtype=np.uint8 if array.dtype == np.uint8 else kind)
 
 
-def _model_type(folder: str) -> str:
+def _config(folder: str) -> dict[str, Any]:
     try:
-        return str(json.loads(Path(folder, "config.json").read_bytes())["model_type"])
-    except (OSError, ValueError, KeyError):
-        return folder
+        return dict(json.loads(Path(folder, "config.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _load(folder: str) -> Any:
-    """Load the processor of a folder, after mending what in transformers needs torch for no reason."""
+    """Load the processor of a folder, with image processors of ours where transformers has none for Pillow."""
     auto = importlib.import_module("transformers.models.auto.image_processing_auto")
     for family, name in _OWN_PROCESSORS.items():
         own = importlib.import_module(f"quire.server.media.{family}")
         auto.IMAGE_PROCESSOR_MAPPING_NAMES[family]["pil"] = getattr(own, name)
-    processing = importlib.import_module("transformers.processing_utils")
-    names = processing.MODALITY_TO_AUTOPROCESSOR_MAPPING._MAPPING_NAMES
-    names["video_processor"] = (__name__, "VideoSettings")
-    check = processing.ProcessorMixin.check_argument_for_proper_class
-
-    def check_others(self: Any, name: str, argument: Any) -> Any:
-        return None if isinstance(argument, VideoSettings) else check(self, name, argument)
-
-    processing.ProcessorMixin.check_argument_for_proper_class = check_others
-    # What these two need more is for videos, or for making tensors of pictures.
-    package = "transformers.models.pixtral"
-    with_pillow = importlib.import_module(f"{package}.image_processing_pil_pixtral")
-    sys.modules.setdefault(f"{package}.image_processing_pixtral", with_pillow)
-    pixtral = importlib.import_module(f"{package}.processing_pixtral")
-    importlib.import_module(package).PixtralProcessor = pixtral.PixtralProcessor  # type: ignore[attr-defined]
-    smolvlm: Any = importlib.import_module("transformers.models.smolvlm.processing_smolvlm")
-    smolvlm.num2words = smolvlm.num2words or str
-    loader: Any = importlib.import_module("transformers").AutoProcessor
-    return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    for architecture in _config(folder).get("architectures") or ():
+        if architecture in _PUBLISHED:
+            return importlib.import_module(f"quire.server.media.{_PUBLISHED[architecture]}").load(folder, architecture)
+    return load_processor(folder, in_words)

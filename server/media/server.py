@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import time
+from codecs import getincrementaldecoder
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.protocol.media import MAX_ITEMS, MediaData, MediaKind
+from quire.engine.protocol.media import EMBEDS, MAX_ITEMS, MediaData, MediaKind
 from quire.server.client.fair_share import SHARE, FairSlots, Overloaded, Share
 from quire.server.client.media_metrics import MediaMetrics, MediaResult
 from quire.server.media.addresses import parse_url
@@ -44,6 +45,7 @@ from quire.server.media.types import (
     MediaSource,
     MediaUnavailable,
 )
+from quire.server.media.uploads import Uploads, UploadsStalled
 from quire.server.media.wire import (
     READ_BYTES,
     Adopt,
@@ -60,6 +62,8 @@ from quire.server.media.wire import encode as encode_message
 from quire.server.media.wire import receive as receive_message
 
 T = TypeVar("T")
+Loaded = tuple[list[list[bytes]], tuple[str | None, ...]]
+"""The digests of the items of each source, and `LoadedMedia.texts`."""
 ORPHAN_SECONDS = 10.0
 """Time for another process to adopt a lease that was handed over, when its process has disconnected."""
 _MAX_URL_SECONDS = 600.0
@@ -75,6 +79,7 @@ _FETCHED_FILES = 16
 _MAX_WAITING = 4096
 _MAX_ITEM_BYTES = 2**29
 """Of the arrays of an item."""
+_OVERLOADED = "too many images and videos are being loaded; try again"
 
 logger = logging.getLogger(__name__)
 _decode_message = msgspec.msgpack.Decoder[Message](Message).decode
@@ -130,12 +135,12 @@ class _Names(Generic[T]):
         """By owner, and digest of the name."""
         self._count = 0
 
-    def get(self, name: str | bytes, owner: str = "") -> T | None:
+    def get(self, name: tuple[str, ...] | bytes, owner: str = "") -> T | None:
         values = self._values.get(owner) or OrderedDict[bytes, tuple[T, float]]()
         value, until = values.get(_digest_of(name), (None, 0.0))
         return value if time.monotonic() < until else None
 
-    def set(self, name: str | bytes, value: T, seconds: float = math.inf, owner: str = "") -> None:
+    def set(self, name: tuple[str, ...] | bytes, value: T, seconds: float = math.inf, owner: str = "") -> None:
         values = self._values.setdefault(owner, OrderedDict())
         before = len(values)
         values[key := _digest_of(name)] = value, time.monotonic() + seconds
@@ -156,10 +161,17 @@ class MediaServer:
         self._metrics = metrics or MediaMetrics()
         self.decoders = Decoders(settings)
         self._settings, self._fetcher = settings, fetcher
+        self._uploads = Uploads(settings.upload_folder) if settings.upload_folder else None
         self._fetch_slots = FairSlots(_FETCHES, _MAX_WAITING)
-        self._decode_slots = FairSlots(settings.num_decoders or min(4, os.cpu_count() or 1), _MAX_WAITING)
+        self._num_decoders = settings.num_decoders or min(4, os.cpu_count() or 1)
+        self._decode_slots = FairSlots(self._num_decoders + 1, _MAX_WAITING)
+        """One more than an owner may have, so that items that take long do not stop those of others."""
+        self._owner_slots: MutableMapping[bytes, FairSlots] = WeakValueDictionary()
+        """By the key of their share."""
         self._host_slots: MutableMapping[str, FairSlots] = WeakValueDictionary()
-        """Those that are in use."""
+        """Like `_owner_slots`, those that are in use."""
+        self._space_turn = FairSlots(1, _MAX_WAITING)
+        """Of the one request that may wait for space while it holds some."""
         self._fetched_bytes = 0
         """Bytes of files that have been fetched, and are not decoded yet."""
         self._file_forgotten = asyncio.Event()
@@ -185,19 +197,35 @@ class MediaServer:
         images = [at for at, source in enumerate(sources) if source.kind == "image"]
         among_several = len(images) > 1 or any(source.is_document for source in sources)  # maybe of several pages
         among_several = among_several and (await self._ready()).counts_images
-        found = await self._load_all(sources, owner, among_several)
+        found, texts = await self._load_all(sources, owner, among_several)
         if among_several and sum(len(found[at]) for at in images) == 1:
             self.store.drop(digest for digests in found for digest in digests)
-            found = await self._load_all(sources, owner, among_several=False)
+            found, texts = await self._load_all(sources, owner, among_several=False)
         leased = self.store.lease([digest for digests in found for digest in digests])
         if any(source.is_document for source in sources):
-            leased = msgspec.structs.replace(leased, num_items=tuple(map(len, found)))
+            leased = msgspec.structs.replace(leased, num_items=tuple(map(len, found)), texts=texts)
         return leased
 
-    async def _load_all(self, sources: Sequence[MediaSource], owner: str, among_several: bool) -> list[list[bytes]]:
-        """Return the digests of each source's items, which the caller then holds."""
+    async def _load_all(self, sources: Sequence[MediaSource], owner: str, among_several: bool) -> Loaded:
+        """Return the digests of each source's items, which the caller then holds, and `LoadedMedia.texts`.
+
+        A request whose items do not all fit gives up those that it has, waits for its turn and begins again. So
+        requests never wait for space that others hold while they wait too.
+        """
         request = _Request(owner, self._settings)
         request.among_several = among_several
+        with contextlib.suppress(_NoSpace):
+            return await self._load_each(sources, request)
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._settings.wait_seconds):
+                    await stack.enter_async_context(self._space_turn)
+            except (TimeoutError, Overloaded):
+                raise MediaUnavailable(_OVERLOADED) from None
+            return await self._load_each(sources, request.again())
+
+    async def _load_each(self, sources: Sequence[MediaSource], request: _Request) -> Loaded:
+        """The same; raises `_NoSpace` if the request may not wait for space, and needs it."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._load(source, request)) for source in sources]
@@ -206,7 +234,8 @@ class MediaServer:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             raise error from None
-        return [task.result() for task in tasks]
+        texts = tuple(request.texts.get(id(source)) for source in sources) if request.texts else ()
+        return [task.result() for task in tasks], texts
 
     async def format(self) -> MediaFormat:
         """Return how prompts refer to items."""
@@ -240,10 +269,12 @@ class MediaServer:
             result = "refused"
             raise InvalidParameter(f"{source.param}: {error}", source.param) from None
         except (TimeoutError, Overloaded):
-            raise MediaUnavailable("too many images and videos are being loaded; try again") from None
+            raise MediaUnavailable(_OVERLOADED) from None
+        except UploadsStalled as error:
+            raise MediaUnavailable(f"{error}; try again") from None
         except FetcherDied:
             raise MediaUnavailable("the process that fetches URLs died; try again") from None
-        except (asyncio.CancelledError, _DataNeeded):
+        except (asyncio.CancelledError, _DataNeeded, _NoSpace):
             result = None
             raise
         finally:
@@ -251,29 +282,38 @@ class MediaServer:
                 self._metrics.count(source.kind, result, request.age)
 
     async def _items(self, source: MediaSource, request: _Request) -> list[bytes]:
-        kind, name = source.kind, f"{source.kind} {source.uuid}"
+        kind, name = source.kind, (source.kind, source.uuid)
         options = {option: value for option, value in source.options.items() if option != "detail"}
         many = kind == "image" and request.among_several
+        if source.is_array and kind == "image" and not self._settings.embeds:
+            raise InvalidParameter(f"{EMBEDS} are accepted by servers with --enable-mm-embeds only")
         digests: list[bytes] | None
         known: bytes | None
         if source.data:
             given, content, data = await asyncio.to_thread(_content, source)
-            file = _SourceFile(content, kind, options, source.is_document, many)
+            file = _SourceFile(content, kind, options, source.is_document, source.is_array, many)
             digests = self._found(file, request) or await self._decoded(file, data, request)
             self._given.set(given, content)
         elif source.data_digest:
             found = self._given.get(source.data_digest)
-            file = _SourceFile(found or b"", kind, options, source.is_document, many)
+            file = _SourceFile(found or b"", kind, options, source.is_document, source.is_array, many)
             if found is None or (digests := self._found(file, request)) is None:
                 raise _DataNeeded
-        elif source.url:
-            url = f"{kind} {source.url}"
+        elif source.url or source.file_id:
+            url = (kind, source.url) if source.url else (kind, request.owner, source.file_id)
             known = self._urls.get(url)
-            file = _SourceFile(known or b"", kind, options, source.is_document, many)
+            file = _SourceFile(known or b"", kind, options, source.is_document, source.is_array, many)
             digests = None if known is None else self._found(file, request)
             if digests is None:
-                async with self._fetches.result(url, partial(self._fetched, source.url, url)) as (known, data):
-                    file = _SourceFile(known, kind, options, source.is_document, many)
+                async with self._fetches.result(url, partial(self._fetched, source, url, request.owner)) as (
+                    known,
+                    data,
+                ):
+                    if source.file_id and _is_text(data):
+                        request.charge_bytes(len(data))
+                        request.texts[id(source)] = await asyncio.to_thread(_text, source, data)
+                        return []
+                    file = _SourceFile(known, kind, options, source.is_document, source.is_array, many)
                     digests = self._found(file, request) or await self._decoded(file, data, request)
         elif source.uuid:
             named = self._uuids.get(name, request.owner)
@@ -296,14 +336,20 @@ class MediaServer:
             self.store.drop(digests)
             return None
         request.held += digests
+        for page in range(num_pages):
+            request.missing.pop(file.key(page), None)
+        if request.missing:  # others of its items may wait for the space of these
+            self._check_space(request)
         request.charge_pages(len(digests))
         for _ in digests:
             self._metrics.count(file.kind, "cached", request.age)
         return digests
 
-    async def _fetched(self, url: str, name: str) -> tuple[bytes, bytes]:
-        """Fetch a file; returns its digest and content, which are counted until `_forget_file`."""
-        host = "" if url[:5].lower() == "file:" else parse_url(url).host
+    async def _fetched(self, source: MediaSource, name: tuple[str, ...], owner: str) -> tuple[bytes, bytes]:
+        """Fetch a URL, or read an uploaded file; returns the file's digest and content, which are counted until
+        `_forget_file`."""
+        url, settings = source.url, self._settings
+        host = "" if not url or url[:5].lower() == "file:" else parse_url(url).host
         of_host = self._host_slots.setdefault(host, FairSlots(_FETCHES // 2, _MAX_WAITING))
         async with contextlib.AsyncExitStack() as stack:
             async with asyncio.timeout(self._settings.wait_seconds):
@@ -312,7 +358,12 @@ class MediaServer:
                 while self._fetched_bytes >= _FETCHED_FILES * self._settings.max_bytes:
                     self._file_forgotten.clear()
                     await self._file_forgotten.wait()
-            fetched = await self._fetcher.fetch(url, self._settings.max_bytes)
+            if url:
+                fetched = await self._fetcher.fetch(url, settings.max_bytes)
+            elif (uploads := self._uploads) is not None:
+                fetched = Fetched(await uploads.run(uploads.read, owner, source.file_id, settings.max_bytes), 0.0)
+            else:
+                raise InvalidParameter("files are not stored on this server (--file-storage-path)")
         digest = await asyncio.to_thread(_digest, fetched.data)
         seconds = _MAX_URL_SECONDS if fetched.max_age is None else min(fetched.max_age, _MAX_URL_SECONDS)
         self._urls.set(name, digest, seconds)
@@ -329,10 +380,10 @@ class MediaServer:
         request.charge_bytes(len(data))
         digests: list[bytes] = []
         num_pages = 1
-        reserved = 0
         while len(digests) < num_pages:
-            page = len(digests)
-            key, make = file.key(page), partial(self._decode, file, page, data, reserved)
+            key = file.key(page := len(digests))
+            reserved = request.missing.get(key, 0)
+            make = partial(self._decode, file, page, data, reserved)
             try:
                 async with (
                     asyncio.timeout(self._settings.wait_seconds),
@@ -346,13 +397,14 @@ class MediaServer:
                     self.store.hold(digest)
                     request.held.append(digest)
             except _NoSpace as error:
-                request.missing[key] = reserved = error.num_bytes
+                request.missing[key] = error.num_bytes
                 self._check_space(request)
+                if not request.may_wait:
+                    raise
                 continue
             request.missing.pop(key, None)
             if request.missing:  # others of its items may wait for the space of this one
                 self._check_space(request)
-            reserved = 0
             digests.append(digest)
             self._metrics.count(file.kind, "loaded", request.age)
         self._metrics.cache_bytes = self.store.num_bytes
@@ -379,10 +431,13 @@ class MediaServer:
         kind, seconds = file.kind, int(settings.decode_seconds)
         order = DecodeOrder(kind, file.options, seconds, settings.max_pixels, _MAX_ITEM_BYTES)
         order.page, order.among_several = page if file.is_document else None, file.among_several
+        order.is_array = file.is_array
         async with contextlib.AsyncExitStack() as stack:
             if reserved:
                 await self.store.reserve(reserved)
                 stack.callback(self.store.unreserve, reserved)
+            of_owner = self._owner_slots.setdefault(SHARE.get().key, FairSlots(self._num_decoders, _MAX_WAITING))
+            await stack.enter_async_context(of_owner)
             await stack.enter_async_context(self._decode_slots)
             target, path = self.store.unfinished()
             charged = reserved
@@ -511,10 +566,21 @@ class _Request:
         """Whether its images are processed as `DecodeOrder.among_several`."""
         self.held: list[bytes] = []
         """Digests of items that the store keeps for it."""
+        self.texts: dict[int, str] = {}
+        """By the sources that are texts (`id`)."""
         self.missing: dict[bytes, int] = {}
-        """Bytes of items that wait for space, by key."""
+        """Bytes of items for which there was no space, by key."""
+        self.may_wait = False
+        """Whether it has the turn to wait for space."""
         self._begun = time.monotonic()
         self._num_bytes = self._num_pixels = self._num_pages = 0
+
+    def again(self) -> _Request:
+        """Return the same request with nothing loaded, which has the turn to wait for space."""
+        request = _Request(self.owner, self._settings)
+        request.among_several, request.missing = self.among_several, self.missing
+        request.may_wait, request._begun = True, self._begun
+        return request
 
     @property
     def age(self) -> float:
@@ -540,6 +606,24 @@ class _Request:
             raise InvalidParameter(f"the images and videos of the request have more than {limit} pixels")
 
 
+def _is_text(data: bytes) -> bool:
+    """Whether a file is a text in UTF-8, by its begin. A PDF may begin with other bytes."""
+    begin = data[:1024]
+    with contextlib.suppress(UnicodeDecodeError):
+        return bool(getincrementaldecoder("utf-8")().decode(begin)) and b"\0" not in begin and b"%PDF" not in begin
+    return False
+
+
+def _text(source: MediaSource, data: bytes) -> str:
+    """Return an uploaded text. Raises `InvalidParameter`."""
+    if not source.is_document:
+        raise InvalidParameter("the uploaded file is a text; send it as a file or document")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InvalidParameter("the text is not UTF-8") from None
+
+
 def _content(source: MediaSource) -> tuple[bytes, bytes, bytes]:
     """Return the digests of what was sent and of the file, and the file. Raises `InvalidParameter`."""
     given = source.digest()
@@ -560,12 +644,13 @@ class _SourceFile:
     kind: MediaKind
     options: dict[str, Any]
     is_document: bool
+    is_array: bool
     among_several: bool
     """See `DecodeOrder`."""
 
     def key(self, page: int = 0) -> bytes:
         """What an item is made of."""
-        facts = (self.kind, self.options, page if self.is_document else None, self.among_several)
+        facts = (self.kind, self.options, page if self.is_document else None, self.is_array, self.among_several)
         return _digest(self.digest + msgspec.json.encode(facts, order="sorted"))
 
 
@@ -573,8 +658,8 @@ def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def _digest_of(name: str | bytes) -> bytes:
-    return name if isinstance(name, bytes) else _digest(name.encode(errors="surrogatepass"))
+def _digest_of(name: tuple[str, ...] | bytes) -> bytes:
+    return name if isinstance(name, bytes) else _digest(msgspec.msgpack.encode(name))
 
 
 def _item_digest(kind: MediaKind, decoded: Decoded, file: int) -> bytes:

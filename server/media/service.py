@@ -45,12 +45,15 @@ def media_settings(config: EngineConfig, options: MediaOptions) -> MediaSettings
         return None
     return MediaSettings(
         model=str(config.model.path),
+        dtype=config.model.dtype,
         fetch=options.media_fetch,
         allowed_domains=options.allowed_media_domains or (),
         allowed_networks=options.allowed_media_networks or (),
         allowed_local_path=options.allowed_local_media_path or "",
         fetch_timeout=options.media_fetch_timeout,
         max_bytes=options.max_media_bytes,
+        upload_folder=options.file_storage_path or "",
+        embeds=options.enable_mm_embeds,
         cache_gb=options.mm_processor_cache_gb,
         processor_kwargs=dict(options.mm_processor_kwargs or {}),
         io_kwargs=dict(options.media_io_kwargs or {}),

@@ -27,8 +27,10 @@ class MediaSource(msgspec.Struct, array_like=True):
     """The part of the request, for errors, such as messages[0].content[1].image_url."""
     url: str = ""
     """http:, https: or file:. The caller decodes data: URLs."""
+    file_id: str = ""
+    """An uploaded file, as an alternative."""
     data: bytes = b""
-    """The file, as an alternative."""
+    """The file itself, as another."""
     is_base64: bool = False
     """Whether `data` is the file in base64."""
     data_digest: bytes = b""
@@ -38,7 +40,9 @@ class MediaSource(msgspec.Struct, array_like=True):
     options: dict[str, Any] = {}
     """Arguments of the model's processor (mm_processor_kwargs of the request), and "detail", which is a hint."""
     is_document: bool = False
-    """Images: the file may be a PDF, too, each page of which is an image."""
+    """Images: the file may be a PDF, too, each page of which is an image; or an uploaded text."""
+    is_array: bool = False
+    """The file has the features that a tower has made of an image, or the frames of a video (see `arrays`)."""
 
     def digest(self) -> bytes:
         """Return a digest of `data`, and of whether it is base64."""
@@ -69,6 +73,8 @@ class LoadedMedia(msgspec.Struct, array_like=True, frozen=True):
     lease: str
     num_items: tuple[int, ...] = ()
     """The items of each source, if some source is a document; otherwise each has one."""
+    texts: tuple[str | None, ...] = ()
+    """For each source, the text that it is instead of items; empty: none is."""
 
 
 class MediaFormat(msgspec.Struct, array_like=True, frozen=True):
@@ -76,6 +82,12 @@ class MediaFormat(msgspec.Struct, array_like=True, frozen=True):
 
     image_placeholder: str
     video_placeholder: str
+    text_start: str = ""
+    """What the processor puts behind the last item of a prompt (PaliGemma)."""
+    text_end: str = ""
+    """What it puts behind the prompt."""
+    adds_special_tokens: bool = True
+    """Whether the tokenizer's special tokens are added to prompts with items."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +96,8 @@ class MediaSettings:
 
     model: str
     """The folder with the files of the model's processor."""
+    dtype: str = "float32"
+    """The type that the model computes with."""
     fetch: bool = True
     """Whether URLs are fetched; otherwise only files that a request contains are accepted."""
     allowed_domains: tuple[str, ...] = ()
@@ -107,7 +121,12 @@ class MediaSettings:
     wait_seconds: float = 60.0
     """Time for an item to be decoded, with its wait for space and a decoder; also for the wait to be fetched."""
     num_decoders: int = 0
-    """Items that are decoded at the same time; 0: by the number of processors."""
+    """Items of one owner that are decoded at the same time, of all together one more; 0: by the number of processors.
+    """
+    upload_folder: str = ""
+    """The folder of uploaded files (see `uploads`); empty: there are none."""
+    embeds: bool = False
+    """Whether features of images are accepted (--enable-mm-embeds)."""
     cache_gb: float = CACHE_GB
     """GiB of processed items in shared memory; those of running requests may have more, up to 1 GiB."""
     processor_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from quire.server.media.arrays import read_frames
 from quire.server.media.images import MediaRefused, check_pixels
 from quire.server.media.video_families import ARGUMENTS, FAMILIES, MAX_FRAMES, FramePlan
 
@@ -38,6 +41,8 @@ _LEAST_PART = 0.9
 """Of the frames that a header promises; the last one that there is stands for the others."""
 
 
+Picture = tuple[NDArray[np.uint8], int]
+"""A frame [height, width, 3], and how often it is used."""
 ProcessedVideo = tuple[dict[str, NDArray[Any]], str, tuple[tuple[int, int, int], ...], float]
 """Arrays, text, grids, and seconds between two features along time (see `quire.server.media.processor`)."""
 
@@ -48,6 +53,8 @@ class Metadata:
 
     fps: float
     frames_indices: NDArray[np.int64]
+    duration: float
+    """Seconds of the whole video."""
 
     @property
     def timestamps(self) -> list[float]:
@@ -78,7 +85,9 @@ class VideoProcessor:
             self._family = family
             self.arguments = family.arguments
             told = {name: value for name, value in settings.items() if value is not None}
-            self._settings = _resolved(_resolved(family.defaults, told), self._checked(arguments))
+            if "font" in told:  # forks can open no files
+                told["font"] = Path(told["font"]).read_bytes() if Path(told["font"]).is_file() else b""
+            self._settings = resolved(resolved(family.defaults, told), self._checked(arguments))
             hf.video_processor = _Attributes(self._settings)  # from which it makes the text
             try:
                 self.example = self._try()
@@ -93,6 +102,11 @@ class VideoProcessor:
         black.save(file, "GIF", save_all=True, append_images=[white, black] * 4)
         file.seek(0)
         options = {"num_frames": 4} if "num_frames" in self.arguments else {}
+        arrays = io.BytesIO()
+        for array in (np.zeros((2, side, side, 3), np.uint8), np.arange(2), np.array((1.0, 2.0))):
+            np.save(arrays, array)
+        arrays.seek(0)
+        self.process(arrays, {}, side**2, 2**30, is_array=True)
         return self.process(file, options, side**2, 2**30)
 
     @property
@@ -100,18 +114,23 @@ class VideoProcessor:
         """What a chat template writes for a video; empty: there are none."""
         return "" if self.reason else str(self._hf.video_token)
 
-    def process(self, file: IO[bytes], options: Mapping[str, Any], max_pixels: int, max_bytes: int) -> ProcessedVideo:
-        """Process a file.
+    def process(
+        self, file: IO[bytes], options: Mapping[str, Any], max_pixels: int, max_bytes: int, *, is_array: bool = False
+    ) -> ProcessedVideo:
+        """Process a file, of which some frames are used, or the frames of an array (see `read_frames`): all of them.
 
         `max_pixels` limits those of a frame of the file, `max_bytes` those of the arrays. Raises `MediaRefused`.
         """
         if self.reason:
             raise MediaRefused(self.reason)
-        settings = _resolved(self._settings, self._checked(options))
-        plan, frames = self._frames(file, settings, max_pixels, max_bytes)
+        settings = resolved(self._settings, self._checked(options))
+        check_least_pixels(settings["size"], self._settings["size"])
+        read = self._frames_of_array if is_array else self._frames
+        plan, frames = read(file, settings, max_pixels, max_bytes)
         arrays, grids = self._family.arrays(_normalized(frames, settings), settings)
-        metadata = Metadata(plan.rate, plan.indices)
-        text = self._hf.replace_video_token({**arrays, "video_metadata": [metadata]}, 0)
+        metadata = Metadata(plan.rate, plan.indices, plan.total / plan.rate)
+        for_text = {"pixel_values": arrays["pixel_values_videos"], **arrays, "video_metadata": [metadata]}
+        text = self._hf.replace_video_token(for_text, 0)
         return arrays, text, grids, self._family.seconds(plan, settings)
 
     def _checked(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,9 +152,9 @@ class VideoProcessor:
     def _frames(
         self, file: IO[bytes], settings: Mapping[str, Any], max_pixels: int, max_bytes: int
     ) -> tuple[FramePlan, NDArray[np.uint8]]:
-        """The frames that are used, resized: [frames, height, width, 3]. Raises `MediaRefused`."""
+        """The frames of a file that are used, resized: [frames, height, width, 3]. Raises `MediaRefused`."""
         try:
-            container = av.open(file, options=_OPTIONS, io_open=_refuse)
+            container: Any = av.open(file, options=_OPTIONS, io_open=_refuse)
             stream: Any = next(each for each in container.streams if each.type == "video")
             assert stream.codec_context.codec.name in _CODECS
         except MemoryError:
@@ -149,11 +168,23 @@ class VideoProcessor:
                 stream.codec_context.options = {"max_pixels": str(2 * max_pixels + 2**16)}
                 stream.codec_context.thread_count = 1
                 plan = self._plan(container, stream, settings)
-                return plan, self._decoded(container, stream, plan, settings, max_pixels, max_bytes)
+                pictures = _pictures(container.decode(stream), plan, max_pixels)
+                return plan, self._resized(pictures, plan, settings, max_bytes)
         except (MediaRefused, MemoryError):
             raise
         except Exception:
             raise MediaRefused("the video is damaged or incomplete") from None
+
+    def _frames_of_array(
+        self, file: IO[bytes], settings: Mapping[str, Any], max_pixels: int, max_bytes: int
+    ) -> tuple[FramePlan, NDArray[np.uint8]]:
+        """`_frames` of an array."""
+        frames, indices, rate, total = read_frames(file.read())
+        check_pixels(frames.shape[2], frames.shape[1], max_pixels)
+        if len(frames) > MAX_FRAMES:
+            raise MediaRefused(f"the video has {len(frames):,} frames; at most {MAX_FRAMES:,} are allowed")
+        plan = FramePlan(indices, rate, total)
+        return plan, self._resized(((frame, 1) for frame in frames), plan, settings, max_bytes)
 
     def _plan(self, container: Any, stream: Any, settings: Mapping[str, Any]) -> FramePlan:
         total = stream.frames
@@ -177,44 +208,45 @@ class VideoProcessor:
             raise MediaRefused(f"the video has {total} frames, which is too few for this model or for num_frames")
         return FramePlan(indices, rate, total)
 
-    def _decoded(
-        self,
-        container: Any,
-        stream: Any,
-        plan: FramePlan,
-        settings: Mapping[str, Any],
-        max_pixels: int,
-        max_bytes: int,
+    def _resized(
+        self, pictures: Iterable[Picture], plan: FramePlan, settings: Mapping[str, Any], max_bytes: int
     ) -> NDArray[np.uint8]:
-        """Decode and resize the planned frames: [frames, height, width, 3]."""
+        """The planned frames, resized: [frames, height, width, 3]. Raises `MediaRefused`."""
         frames: NDArray[np.uint8] | None = None
-        repeats = dict(zip(*np.unique(plan.indices, return_counts=True), strict=True))
-        filter_, last, found = Image.Resampling(settings["resample"]), int(plan.indices[-1]), 0
-        for index, frame in enumerate(container.decode(stream)):
-            if index in repeats:
-                check_pixels(frame.width, frame.height, max_pixels)
-                picture = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
-                if frames is None:
-                    height, width = self._family.size(len(plan.indices), picture.shape[0], picture.shape[1], settings)
-                    padded = len(plan.indices) + -len(plan.indices) % settings.get("temporal_patch_size", 1)
-                    if (size := padded * height * width * 12) > max_bytes:
-                        raise MediaRefused(
-                            f"the processed video would have {size} bytes, of {len(plan.indices)} frames; at most "
-                            f"{max_bytes} are allowed: use fewer frames (fps, num_frames) or pixels (max_pixels)"
-                        )
-                    frames = np.empty((len(plan.indices), height, width, 3), np.uint8)
-                # First the rows, as torch does: Pillow takes the cheaper order, which rounds otherwise.
-                height, width = frames.shape[1:3]
-                for size in ((width, picture.shape[0]), (width, height)):
-                    picture = np.asarray(Image.fromarray(picture).resize(size, filter_))
-                frames[found : found + repeats[index]] = picture
-                found += repeats[index]
-            if index >= last:
-                break
+        filter_, found = Image.Resampling(settings["resample"]), 0
+        for picture, repeats in pictures:
+            if frames is None:
+                height, width = self._family.size(len(plan.indices), picture.shape[0], picture.shape[1], settings)
+                padded = len(plan.indices) + -len(plan.indices) % settings.get("temporal_patch_size", 1)
+                if (size := padded * height * width * 12) > max_bytes:
+                    raise MediaRefused(
+                        f"the processed video would have {size} bytes, of {len(plan.indices)} frames; at most "
+                        f"{max_bytes} are allowed: use fewer frames (fps, num_frames) or pixels (max_pixels)"
+                    )
+                frames = np.empty((len(plan.indices), height, width, 3), np.uint8)
+            # First the rows, as torch does: Pillow takes the cheaper order, which rounds otherwise.
+            resized = self._family.drawn(picture, plan.indices[found] / plan.rate, settings)
+            for height, width in self._family.steps(len(plan.indices), picture.shape[0], picture.shape[1], settings):
+                for size in ((width, resized.shape[0]), (width, height)):
+                    resized = np.asarray(Image.fromarray(resized).resize(size, filter_))
+            frames[found : found + repeats] = resized
+            found += repeats
         if frames is None or found < len(plan.indices) * _LEAST_PART:
             raise MediaRefused("the video is damaged or incomplete")
         frames[found:] = frames[found - 1]
         return frames
+
+
+def _pictures(frames: Iterable[Any], plan: FramePlan, max_pixels: int) -> Iterator[Picture]:
+    """Decode frames up to the last planned one, and yield the planned ones. Raises `MediaRefused`."""
+    repeats = dict(zip(*np.unique(plan.indices, return_counts=True), strict=True))
+    last = int(plan.indices[-1])
+    for index, frame in enumerate(frames):
+        if index in repeats:
+            check_pixels(frame.width, frame.height, max_pixels)
+            yield np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90), repeats[index]
+        if index >= last:
+            break
 
 
 class _Attributes:
@@ -229,7 +261,7 @@ def _refuse(url: str, flags: int, options: object) -> Any:
     raise OSError("a video refers to another file")
 
 
-def _resolved(defaults: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+def resolved(defaults: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
     """Settings over others. Limits of pixels have two names; rate and number of frames exclude each other."""
     settings = {**defaults, **told, "size": {**defaults["size"], **(told.get("size") or {})}}
     for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
@@ -240,6 +272,13 @@ def _resolved(defaults: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str,
     elif told.get("fps") is not None:
         settings["num_frames"] = None
     return settings
+
+
+def check_least_pixels(size: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
+    """Raise `MediaRefused` if a small picture would become larger than any picture does without options."""
+    most = max(limits.get("longest_edge", math.inf), limits.get("shortest_edge", 0))
+    if size.get("shortest_edge", 0) > most:
+        raise MediaRefused(f"min_pixels and size.shortest_edge must be at most {most}")
 
 
 def _normalized(frames: NDArray[np.uint8], settings: Mapping[str, Any]) -> NDArray[np.float32]:

@@ -6,12 +6,14 @@ As the video processors of transformers do, which need torch and torchvision.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
 
 from quire.server.media.images import MediaRefused
 
@@ -108,6 +110,10 @@ class _Qwen2:
             most = max(min(most, tokens * frames_factor // count), int(least * 1.05))
         return self._within(1, 1, height, width, factor, least, most, settings)
 
+    def steps(self, count: int, height: int, width: int, settings: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+        """Heights and widths to which frames are resized, one after another; the last one is `size`."""
+        return (self.size(count, height, width, settings),)
+
     def _within(
         self,
         count: int,
@@ -136,6 +142,10 @@ class _Qwen2:
             new_height = math.ceil(height * scale / factor) * factor
             new_width = math.ceil(width * scale / factor) * factor
         return new_height, new_width
+
+    def drawn(self, picture: NDArray[np.uint8], seconds: float, settings: Mapping[str, Any]) -> NDArray[np.uint8]:
+        """A frame `[height, width, 3]` at this time of the video, before it is resized."""
+        return picture
 
     def arrays(self, values: NDArray[np.float32], settings: Mapping[str, Any]) -> tuple[dict[str, NDArray[Any]], Grids]:
         """The arrays of the tower from frames [frames, height, width, 3], and the grids (see `LoadedItem`).
@@ -261,6 +271,51 @@ def _even(indices: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.append(indices, indices[-1:]) if len(indices) % 2 else indices
 
 
+class _Ernie(_Qwen2):
+    """ERNIE 4.5 VL's: patches of single frames, on which their times are drawn; the tower merges pairs of frames."""
+
+    arguments = frozenset(ARGUMENTS) - {"cap_pixels_per_frame"}
+    defaults: Mapping[str, Any] = {
+        **_Qwen2.defaults,
+        "size": {"shortest_edge": 299 * 28**2, "longest_edge": 1196 * 28**2},
+        "fps": None,
+        "min_frames": 16,
+        "max_frames": 180,
+        "draw_on_frames": True,
+        "font": b"",
+    }
+
+    def sample(self, total: int, rate: float, settings: Mapping[str, Any]) -> NDArray[np.int64]:
+        """Without a rate and a number, all frames up to the limit."""
+        least, most, count = settings["min_frames"], settings["max_frames"], settings["num_frames"]
+        if count is None:
+            wanted = total if settings["fps"] is None else total / rate * settings["fps"]
+            count = min(max(wanted, least), most, total)
+        elif not least <= count <= most:
+            return _NONE
+        return _from(0, total, total / count) if count <= total else _NONE
+
+    def drawn(self, picture: NDArray[np.uint8], seconds: float, settings: Mapping[str, Any]) -> NDArray[np.uint8]:
+        """With the time in black letters with white borders."""
+        if not settings["draw_on_frames"]:
+            return picture
+        image = Image.fromarray(picture)
+        size = int(min(image.size) * 0.1)
+        if size > 0:
+            text = f"time: {int(seconds // 3600):02d}:{int(seconds % 3600 // 60):02d}:{seconds % 60:05.02f}"
+            font, black, white = ImageFont.truetype(BytesIO(settings["font"]), size), (0, 0, 0), (255, 255, 255)
+            drawing, border = ImageDraw.Draw(image), int(size * 0.1)
+            drawing.text((0, 0), text, font=font, fill=black, stroke_width=border, stroke_fill=white)
+        return np.asarray(image)
+
+    def arrays(self, values: NDArray[np.float32], settings: Mapping[str, Any]) -> tuple[dict[str, NDArray[Any]], Grids]:
+        """See `_Qwen2`; the last frame is repeated if their number is odd."""
+        count = len(values) + len(values) % 2
+        values = np.concatenate([values, np.repeat(values[-1:], count - len(values), axis=0)])
+        found, ((_, height, width),) = super().arrays(values, {**settings, "temporal_patch_size": 1})
+        return found, ((count // 2, height, width),)
+
+
 class _Pictures(_Qwen2):
     """LLaVA-OneVision's: frames of one size, each as a picture."""
 
@@ -297,6 +352,52 @@ class _InternVL(_Pictures):
     def sample(self, total: int, rate: float, settings: Mapping[str, Any]) -> NDArray[np.int64]:
         count = self._count(total, rate, settings)
         return _from(total / count / 2, total, total / count)
+
+
+class _SmolVLM(_Pictures):
+    """SmolVLM 2's: frames at a rate, up to a number; each is a square picture between its time and the next."""
+
+    defaults: Mapping[str, Any] = {
+        **_COMMON,
+        "resample": 1,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "size": {},
+        "max_image_size": {"longest_edge": 364},
+        "video_sampling": {"fps": 1, "max_frames": 64},
+        "fps": None,
+        "num_frames": None,
+    }
+
+    def side(self, settings: Mapping[str, Any]) -> int:
+        return int(settings["max_image_size"]["longest_edge"])
+
+    def sample(self, total: int, rate: float, settings: Mapping[str, Any]) -> NDArray[np.int64]:
+        """Without the first and the last second of long videos."""
+        usual, seconds = settings["video_sampling"], total / rate
+        wanted, most = settings["fps"] or usual["fps"], settings["num_frames"] or usual["max_frames"]
+        first, last = 0, total - 1
+        if seconds - 2 > most * wanted:
+            first, last = int(rate), min(int(total - rate), last)
+        if first >= last:
+            first, last = 0, total - 1
+        count = min(round(wanted * seconds), most, last - first + 1)
+        indices: NDArray[np.int64] = np.unique(np.linspace(first, last, max(count, 1), dtype=np.int64))
+        return indices
+
+    def size(self, count: int, height: int, width: int, settings: Mapping[str, Any]) -> tuple[int, int]:
+        return (self.side(settings),) * 2 if settings["do_resize"] else (height, width)
+
+    def steps(self, count: int, height: int, width: int, settings: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+        """A picture of the same shape first, as of images that are not cut; the shorter side is even."""
+        last = self.size(count, height, width, settings)
+        if not settings["do_resize"]:
+            return (last,)
+        size = settings["size"] or settings["video_sampling"].get("video_size") or {"longest_edge": 4 * 364}
+        longest = min(int(size["longest_edge"]), 4096)
+        shorter = int(longest / (width / height)) if width >= height else int(longest * (width / height))
+        shorter = max(shorter + shorter % 2, 1)
+        return ((shorter, longest) if width >= height else (longest, shorter), last)
 
 
 class _Gemma4(_Pictures):
@@ -360,5 +461,26 @@ FAMILIES: Mapping[str, _Qwen2] = {
     "Gemma4Processor": _Gemma4(),
     "LlavaOnevisionProcessor": _Pictures(),
     "InternVLProcessor": _InternVL(),
+    "SmolVLMProcessor": _SmolVLM(),
+    "Ernie4_5_VLMoeProcessor": _Ernie(),
 }
 """By the class of a model's processor."""
+
+
+_FIRST = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_FIRST += ["thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+
+def in_words(number: int) -> str:
+    """The English words of a number below a million, as the text of SmolVLM 2's videos has that of the frames."""
+    for value, name in ((1000, "thousand"), (100, "hundred")):
+        if (count := number // value) > 0:
+            words, rest = f"{in_words(count)} {name}", number % value
+            if not rest:
+                return words
+            return f"{words} and {in_words(rest)}" if rest < 100 else f"{words}, {in_words(rest)}"
+    if number < len(_FIRST):
+        return _FIRST[number]
+    tens, ones = _TENS[number // 10 - 2], number % 10
+    return f"{tens}-{_FIRST[ones]}" if ones else tens

@@ -13,7 +13,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.server.http.file_parts import FilePart
 from quire.server.http.large_bodies import BodyRoute
-from quire.server.http.media_parts import ImageUrlPart, VideoUrlPart
+from quire.server.http.media_parts import ImageEmbedsPart, ImageUrlPart, VideoUrlPart
 from quire.server.http.request_body import Admit
 from quire.server.http.request_model import (
     INTEGRAL,
@@ -86,9 +86,10 @@ class _ChatFile(MessagePart):
     file: FilePart
 
 
-_MEDIA: dict[str, type[ImageUrlPart | VideoUrlPart]] = {
+_MEDIA: dict[str, type[ImageUrlPart | ImageEmbedsPart | VideoUrlPart]] = {
     "image_url": ImageUrlPart,
     "input_image": ImageUrlPart,
+    "image_embeds": ImageEmbedsPart,
     "video_url": VideoUrlPart,
 }
 """The parts of messages that are not text. `input_image` is the name in Responses."""
@@ -110,8 +111,8 @@ class ChatMessage(MessagePart):
     names.
     """
     content: str | list[dict[str, Any]] | None = None
-    """Text, or parts of the types `text`, `image_url` (also named `input_image`), `video_url`, and `file` (images, PDFs
-    and texts). Audio is not supported.
+    """Text, or parts of the types `text`, `image_url` (or `input_image`), `video_url`, `image_embeds` and `file`
+    (images, PDFs and texts). Audio is not supported.
     """
     name: str | None = None
     tool_calls: list[AssistantToolCall] | None = None
@@ -128,6 +129,14 @@ class ChatMessage(MessagePart):
         """The content as text."""
         content = self.content or ""
         return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+
+    def check_parts(self, param: str) -> set[str]:
+        """Check the parts of the content, and return their ignored fields. `param` is the message's name."""
+        assert isinstance(self.content, list)
+        ignored = set[str]()
+        for index, part in enumerate(self.content):
+            variant(_PARTS, part, f"{param}.content[{index}]", ignored)
+        return ignored
 
     def shown(self, param: str, media: list[MediaSource], options: Mapping[str, Any]) -> dict[str, Any]:
         """The fields for the chat template, without the ignored ones. Adds the images and videos to `media`; `options`
@@ -250,8 +259,8 @@ class ChatRequest(ReasoningRequest, GenerationRequest):
         for at, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
                 raise InvalidParameter(f"messages[{at}].content is missing", f"messages[{at}].content")
-            for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
-                variant(_PARTS, part, f"messages[{at}].content[{index}]", ignored)
+            if isinstance(message.content, list):
+                ignored |= message.check_parts(f"messages[{at}]")
         if self.tools:
             ChatTools(self.tools, ignored)
         return ignored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -13,6 +13,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.sampling_params import MAX_N, SamplingParams
 from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.media_parts import MultiModalData, MultiModalUuids
 from quire.server.http.request_body import Admit
 from quire.server.http.request_model import Int64
 from quire.server.http.response import GenerationResponse, Usage
@@ -29,6 +30,8 @@ router = APIRouter(route_class=BodyRoute)
 class CompletionRequest(GenerationRequest):
     """The body of a completion request."""
 
+    has_files: ClassVar[bool] = True
+
     prompt: str | Texts | TokenIds | ManyTokenIds
     """Text or token ids. Required, unlike in OpenAI's API."""
     logprobs: Int64 | None = None
@@ -37,6 +40,12 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = False
     add_special_tokens: bool | None = None
     """vLLM extension: add the tokenizer's special tokens to a text prompt. Default: true."""
+    multi_modal_data: MultiModalData | None = None
+    """The images and videos of the prompt, which must be a single one, and has the model's placeholder for each."""
+    multi_modal_uuids: MultiModalUuids | None = None
+    """Names of these. Later requests of the same API key may have only the names."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Arguments of the model's processor for the images and videos, such as `max_pixels`."""
 
     def check_fields(self, param: str = "") -> set[str]:
         """See `GenerationRequest`. Also checks `best_of` and `logprob_token_ids`."""
@@ -90,12 +99,17 @@ class CompletionRequest(GenerationRequest):
     async def process_here(self, admit: Admit) -> _ProcessedCompletion:
         processor = admit(self.check_fields())
         given, special = self.prompts(), self.add_special_tokens is not False
+        data, uuids = self.multi_modal_data or MultiModalData(), self.multi_modal_uuids or MultiModalUuids()
         completion = await processor.process_prompts(
-            given, self.params(processor.sampling_defaults), self.request_options(), add_special_tokens=special
+            given,
+            self.params(processor.sampling_defaults),
+            self.request_options(),
+            add_special_tokens=special,
+            media=data.sources(uuids, self.mm_processor_kwargs or {}),
         )
         if not self.echo:
             return _ProcessedCompletion(completion, None)
-        is_whole = self.truncate_prompt_tokens is None
+        is_whole = self.truncate_prompt_tokens is None and not completion.media
         texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
         spelled = completion.prompts, texts, special, completion.params
         return _ProcessedCompletion(completion, await asyncio.to_thread(_spell, processor.tokenizer, *spelled))
@@ -122,7 +136,7 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
     request_id = body.response_id("cmpl")
     generation = state.frontend.generate(request_id, completion)
     formatter = _CompletionFormatter(tokenizer, body, prompts, echoes, body.names_tokens_by_id(state))
-    usage = Usage(prompts, completion.params.n)
+    usage = Usage(prompts, completion.params.n, completion.media)
     response = GenerationResponse(
         request_id, model, formatter, usage, formatter.best, has_times=state.has_request_times
     )

@@ -15,13 +15,13 @@ from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.openai.pooling import VectorsBody, make_id, respond, run
 from quire.server.text.embedding_output import VectorOptions, to_json
-from quire.server.text.inputs import EmbeddingOptions, Task
+from quire.server.text.inputs import EmbeddingOptions, PoolingInput, Task
 
 router = APIRouter(route_class=BodyRoute)
 
 
 class EmbeddingRequest(VectorsBody):
-    """The texts to embed, and the options."""
+    """The inputs to embed, and the options."""
 
     needs: ClassVar[Task | None] = "embed"
 
@@ -36,13 +36,13 @@ class EmbeddingRequest(VectorsBody):
 
 @router.post("/v1/embeddings", dependencies=[MayChooseReplica])
 async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) -> Response:
-    """Compute the embedding vectors of one or more texts, with an embedding model."""
+    """Compute the embedding vectors of one or more inputs, with an embedding model."""
     model = state.check_model(body.model)
-    prompts: list[list[int]] = await body.process(state.frontend)
+    given: PoolingInput = await body.process(state.frontend)
     request_id = make_id(body, "embd")
-    outputs, pooling = await run(request, state, body, request_id, prompts)
+    outputs, pooling = await run(request, state, body, request_id, given)
     data = await asyncio.to_thread(_data, outputs, pooling, body.vectors(), body.encoding_format == "base64")
-    return respond(request_id, model, data, prompts)
+    return respond(request_id, model, data, given)
 
 
 def _data(

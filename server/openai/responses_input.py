@@ -15,7 +15,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.errors import ResponseNotFound
 from quire.server.http.file_parts import FilePart
 from quire.server.http.media_parts import ImageUrlPart, content_of
-from quire.server.http.request_model import LABEL, ExtraField, MessagePart, rejected, variant
+from quire.server.http.request_model import LABEL, ExtraField, MessagePart, variant
 from quire.server.media.types import MediaSource
 from quire.server.openai.custom_tools import custom_arguments
 from quire.server.openai.responses_tools import CalledTool, ResponseTools
@@ -37,10 +37,6 @@ class _InputPart(MessagePart):
 
 class _RefusalPart(MessagePart):
     refusal: str
-
-
-class _InputImage(ImageUrlPart):
-    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"file_id": rejected()}
 
 
 class _Item(MessagePart):
@@ -195,7 +191,7 @@ _TEXT_PARTS: dict[str, type[MessagePart]] = {
     "output_text": _InputPart,
     "refusal": _RefusalPart,
 }
-_PARTS: dict[str, type[MessagePart]] = {**_TEXT_PARTS, "input_image": _InputImage, "input_file": FilePart}
+_PARTS: dict[str, type[MessagePart]] = {**_TEXT_PARTS, "input_image": ImageUrlPart, "input_file": FilePart}
 
 
 class InputTurns:
@@ -293,7 +289,7 @@ class InputTurns:
             match variant(kinds, given, f"{param}[{at}]", self._ignored):
                 case _RefusalPart(refusal=text) | _InputPart(text=text):
                     parts.append(text)
-                case _InputImage() as image:
+                case ImageUrlPart() as image:
                     parts.append(image.source(f"{param}[{at}]", {}))
                 case FilePart() as file:
                     parts += file.parts(f"{param}[{at}]", {})

@@ -16,18 +16,19 @@ from pydantic import AliasChoices, Field, PrivateAttr, model_validator
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.request_body import Admit
-from quire.server.http.request_model import ExtraField, Natural, Positive, RequestModel, hint, rejected
+from quire.server.http.request_model import ExtraField, Natural, Positive, rejected
 from quire.server.http.state import AppState, MayChooseReplica, ServedModel
+from quire.server.openai.content_input import ContentInput, Inputs, read_input, read_inputs
 from quire.server.openai.pooling import PoolingBody, make_id, respond, run, usage
-from quire.server.openai.protocol import MAX_PROMPTS, Texts
+from quire.server.openai.protocol import MAX_PROMPTS
 from quire.server.text.embedding_output import scores
-from quire.server.text.inputs import EmbeddingOptions, ScoreInput, Task
+from quire.server.text.inputs import ContentParts, EmbeddingOptions, PoolingInput, Task
 
 router = APIRouter(route_class=BodyRoute)
 
 
 class ScoreRequest(PoolingBody):
-    """The texts to score: each of `text_1` with its counterpart in `text_2`, or a single one with all of `text_2`."""
+    """What to score: each of `text_1` with its counterpart in `text_2`, or a single one with all of `text_2`."""
 
     needs: ClassVar[Task | None] = "score"
 
@@ -38,17 +39,17 @@ class ScoreRequest(PoolingBody):
     _given_names: tuple[str, str] = PrivateAttr(("text_1", "text_2"))
 
     text_1: Annotated[
-        str | Texts,
+        str | ContentInput | Inputs,
         Field(
             validation_alias=AliasChoices(*aliases[0]),
-            description=f"Also as `data_1` or `queries`. At most {MAX_PROMPTS} texts.",
+            description=f"Also as `data_1` or `queries`. At most {MAX_PROMPTS} texts or objects.",
         ),
     ]
     text_2: Annotated[
-        str | Texts,
+        str | ContentInput | Inputs,
         Field(
             validation_alias=AliasChoices(*aliases[1]),
-            description=f"Also as `data_2`, `documents` or `items`. At most {MAX_PROMPTS} texts.",
+            description=f"Also as `data_2`, `documents` or `items`. At most {MAX_PROMPTS} texts or objects.",
         ),
     ]
 
@@ -64,17 +65,12 @@ class ScoreRequest(PoolingBody):
             body._given_names = first, second
         return body
 
-    async def process_here(self, admit: Admit) -> ScoreInput:
-        processor = admit(self.check_fields())
-        return await processor.pooled.process_pairs(self.text_1, self.text_2, self.rendering(), self._given_names)
-
-
-class RerankDocument(RequestModel):
-    """A document with its text. Other fields are ignored, and not returned."""
-
-    unknown_fields: ClassVar[ExtraField] = hint()
-
-    text: str
+    async def process_here(self, admit: Admit) -> PoolingInput:
+        processor, options, names = admit(self.check_fields()), self.mm_processor_kwargs or {}, self._given_names
+        first, second = (
+            read_inputs(each, name, options) for each, name in zip((self.text_1, self.text_2), names, strict=True)
+        )
+        return await processor.pooled.process_pairs(first, second, self.rendering(), names)
 
 
 class RerankRequest(PoolingBody):
@@ -91,15 +87,14 @@ class RerankRequest(PoolingBody):
         "return_embeddings": rejected(False),
     }
 
-    query: str
-    documents: Annotated[
-        list[str | RerankDocument],
-        Field(fail_fast=True, max_length=MAX_PROMPTS, description=f"Texts, or objects; at most {MAX_PROMPTS}."),
-    ]
+    query: str | ContentInput
+    documents: Annotated[ContentInput | Inputs, Field(description=f"Texts, or objects; at most {MAX_PROMPTS}.")]
     top_n: Natural | None = None
     """Return only this number of documents, the best ones. Default: all, and so does 0."""
     return_documents: bool | None = None
-    """Whether results have the documents' texts. Default: true, as Jina's and vLLM's; Cohere's is false."""
+    """Whether results have the documents' texts, without images. Default: true, as Jina's and vLLM's; Cohere's is
+    false.
+    """
     max_tokens_per_doc: Positive | None = None
     """Cohere's: truncate longer documents to this number of tokens. Default: they are not truncated."""
 
@@ -107,23 +102,26 @@ class RerankRequest(PoolingBody):
         return replace(super().rendering(), max_document_tokens=self.max_tokens_per_doc)
 
     async def process_here(self, admit: Admit) -> _Ranking:
-        processor = admit(self.check_fields())
-        texts = [each if isinstance(each, str) else each.text for each in self.documents]
-        given = await processor.pooled.process_pairs(self.query, texts, self.rendering(), ("query", "documents"))
-        return _Ranking(given, None if self.return_documents is False else texts)
+        processor, options = admit(self.check_fields()), self.mm_processor_kwargs or {}
+        query, documents = read_input(self.query, "query", options), read_inputs(self.documents, "documents", options)
+        given = await processor.pooled.process_pairs(query, documents, self.rendering(), ("query", "documents"))
+        if self.return_documents is False:
+            return _Ranking(given, None)
+        found = [documents] if isinstance(documents, str | ContentParts) else documents
+        return _Ranking(given, [each if isinstance(each, str) else each.text for each in found])
 
 
 class _Ranking(NamedTuple):
     """Processed documents, and their texts, if they are to be returned."""
 
-    given: ScoreInput
+    given: PoolingInput
     texts: list[str] | None
 
 
 async def _scores(
-    request: Request, state: ServedModel, body: PoolingBody, request_id: str, given: ScoreInput
+    request: Request, state: ServedModel, body: PoolingBody, request_id: str, given: PoolingInput
 ) -> list[float]:
-    outputs, pooling = await run(request, state, body, request_id, given.prompts, given.second_segments)
+    outputs, pooling = await run(request, state, body, request_id, given)
     return await asyncio.to_thread(scores, outputs, given, pooling, body.use_activation)
 
 
@@ -132,11 +130,11 @@ async def _scores(
 async def score(body: ScoreRequest, request: Request, state: AppState) -> Response:
     """Score pairs of texts with a cross-encoder, which has one label, or with an embedding model; as in vLLM."""
     model = state.check_model(body.model)
-    given: ScoreInput = await body.process(state.frontend)
+    given: PoolingInput = await body.process(state.frontend)
     request_id = make_id(body, "score")
     found = await _scores(request, state, body, request_id, given)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found)]
-    return respond(request_id, model, data, given.prompts)
+    return respond(request_id, model, data, given)
 
 
 @router.post("/rerank", dependencies=[MayChooseReplica])
@@ -163,7 +161,7 @@ async def _rerank(body: RerankRequest, request: Request, state: ServedModel, ver
             "id": request_id,
             "object": "list",
             "model": model,
-            "usage": usage(given.prompts),
+            "usage": usage(given),
             "results": _results(best[: body.top_n or None], found, texts),
             "meta": {"api_version": {"version": version}},
         }

@@ -141,7 +141,7 @@ class BeamSearch(Generation):
         )
         deltas = [TextDelta(index) for index in range(len(sequences))]
         try:
-            record = None if self._record is None else HttpRequestRecord(key=self._record.key)
+            record = None if self._record is None else HttpRequestRecord(key=self._record.key, owner=self._record.owner)
             token, record_token = TRACE.set(None), RECORD.set(record)
             try:
                 self._step = self._generate(self._request_id, step)

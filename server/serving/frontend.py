@@ -38,7 +38,7 @@ from quire.server.serving.generation import Embedding, Generation
 from quire.server.serving.open_requests import ENGINE_ID, SEARCH_ID
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.input_processor import InputProcessor
-from quire.server.text.inputs import GenerationInput, Task, refusal, tasks_of
+from quire.server.text.inputs import GenerationInput, PoolingInput, Task, refusal, tasks_of
 from quire.server.text.media_input import MediaAccess, MediaLease
 from quire.server.text.output_processor import OutputProcessor
 
@@ -298,25 +298,25 @@ class Frontend:
     def embed(
         self,
         request_id: str,
-        prompts: Sequence[list[int]],
+        given: PoolingInput,
         priority: int = 0,
         cache_salt: str | None = None,
-        second_segments: Sequence[int] = (),
     ) -> Embedding:
-        """Compute a vector for each of the processed prompts; otherwise like `generate`.
+        """Compute a vector for each of the prompts, or for each of their tokens; otherwise like `generate`.
 
-        The vector of a classifier has a logit for each label. `second_segments` as in `EngineCoreRequest`.
+        The vector of a classifier has a logit for each label.
         """
         if (trace := TRACE.get()) is not None:
             trace.generate(request_id, "embeddings", None)
         if (record := RECORD.get()) is not None:
             record.response_id = request_id
             if record.prompt_characters:
-                record.prompts += self._texts(prompts, record.prompt_characters)
-        sequences = [(prompt, _NO_PARAMS) for prompt in prompts]
-        embedding = self._open[request_id] = Embedding(
-            *self._submit(request_id, sequences, priority, cache_salt, second_segments=second_segments)
+                record.prompts += self._texts(given.prompts, record.prompt_characters)
+        sequences = [(prompt, _NO_PARAMS) for prompt in given.prompts]
+        stream, engine_ids = self._submit(
+            request_id, sequences, priority, cache_salt, 1, given.media, given.media_lease, given.second_segments
         )
+        embedding = self._open[request_id] = Embedding(stream, engine_ids)
         return embedding
 
     def _texts(self, prompts: Sequence[list[int]], length: int) -> list[str]:

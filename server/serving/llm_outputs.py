@@ -228,8 +228,10 @@ class ScoringOutput:
 class PoolingOutput:
     """The pooled output of a prompt."""
 
-    data: list[float]
-    """`[dimensions]`: a vector; or `[classes]`: the probability of each label."""
+    data: list[float] | list[list[float]]
+    """`[dimensions]`: a vector; `[tokens, dimensions]`: the vectors of its tokens; or `[classes]`: the probability of
+    each label.
+    """
 
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import msgspec
 from quire.engine.config.pooling import Classes, Pooling
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.text.inputs import ScoreInput
+from quire.server.text.inputs import PoolingInput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,14 +49,18 @@ class VectorOptions:
             raise InvalidParameter(f"dimensions must be {good} for this model, got {asked}", "dimensions")
 
     def finish(self, vector: bytes, pooling: Pooling) -> npt.NDArray[np.float32]:
-        """Postprocess a vector of the engine; a classifier's as in `activated`, by `normalize`."""
+        """Postprocess a vector of the engine, or the vectors of a prompt's tokens, as rows; a classifier's as in
+        `activated`, by `normalize`.
+        """
         import numpy as np  # a lazy import, as most servers never make vectors
 
         if pooling.classes is not None:
             return activated(vector, pooling.classes, self.normalize)
-        x = np.frombuffer(vector, "<f4")[: self.dimensions]
+        x = np.frombuffer(vector, "<f4")
+        x = x.reshape((-1, pooling.size) if pooling.is_multi_vector else (pooling.size,))[..., : self.dimensions]
         if pooling.is_normalized if self.normalize is None else self.normalize:
-            x = x / np.float32(max(float(np.linalg.norm(x.astype(np.float64))), _MIN_NORM))
+            norms = np.linalg.norm(x.astype(np.float64), axis=-1, keepdims=True)
+            x = x / np.maximum(norms, _MIN_NORM).astype(np.float32)
         return x
 
 
@@ -77,10 +81,11 @@ def activated(logits: bytes, classes: Classes, use_activation: bool | None = Non
 
 
 def scores(
-    outputs: Sequence[EngineCoreOutput], given: ScoreInput, pooling: Pooling, use_activation: bool | None = None
+    outputs: Sequence[EngineCoreOutput], given: PoolingInput, pooling: Pooling, use_activation: bool | None = None
 ) -> list[float]:
     """Return the score of each pair: a classifier's only probability, or the cosine similarity of two vectors (without
-    activation their dot product).
+    activation their dot product). If tokens have vectors, it is the sum of the similarities of each token of the first
+    with the most similar one of the second (MaxSim).
     """
     if pooling.classes is None and use_activation is None:
         use_activation = True
@@ -88,7 +93,8 @@ def scores(
     vectors = [options.finish(output.vector or b"", pooling) for output in outputs]
     if given.compared is None:
         return [float(vector[0]) for vector in vectors]
-    return [float(vectors[first] @ vectors[second]) for first, second in given.compared]
+    products = (vectors[first] @ vectors[second].T for first, second in given.compared)
+    return [float(each.max(axis=-1).sum() if pooling.is_multi_vector else each) for each in products]
 
 
 def to_json(vector: npt.NDArray[np.float32], *, as_base64: bool) -> msgspec.Raw:

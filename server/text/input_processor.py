@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ from quire.server.text.inputs import (
 from quire.server.text.json_schema import checked_schema
 from quire.server.text.media_input import MediaAccess, MediaInput, MediaLease, text_only
 from quire.server.text.media_prompt import ItemSpan, Placeholders, media_items, split_ids, truncated_items, with_pages
-from quire.server.text.pooling_processor import PoolingProcessor
+from quire.server.text.pooling_processor import ItemTokenizer, MarkedIds, PoolingProcessor, RenderMarked
 from quire.server.text.prompt_tokenizer import PromptTokenizer, run_in_thread, truncated
 from quire.server.text.schemas.common import Budget
 from quire.server.text.structured_outputs import SizeCheck, StructuredOutputCheck, about, new_dropped, warn
@@ -94,7 +94,8 @@ class InputProcessor:
         if model.pooling is not None:
             template = templates.choose(has_tools=False) if templates and formats.chat_template is not None else None
             has_types = isinstance(arch := model.architecture, EncoderSpec) and arch.token_types > 1
-            self._pooled = PoolingProcessor(self._prompts, model.pooling, template, has_types, self._renderer)
+            tokenize = ItemTokenizer(self._render, self._tokenize_items, self._expand_items)
+            self._pooled = PoolingProcessor(self._prompts, model.pooling, template, has_types, self._renderer, tokenize)
         self.sampling_defaults = model.sampling_defaults
         self._max_output_tokens = model.max_output_tokens
         self._templates = templates
@@ -124,7 +125,10 @@ class InputProcessor:
         """
         tokenizer = Tokenizer.load(model.tokenizer, model.trust_remote_code)
         variables = _variables(tokenizer, formats)
-        templates = ChatTemplates.load(model.tokenizer, tokenizer, formats.chat_template, variables)
+        template = formats.chat_template
+        if template is None and model.pooling is not None:
+            template = model.pooling.chat_template
+        templates = ChatTemplates.load(model.tokenizer, tokenizer, template, variables)
         unread = sorted({*(formats.default_chat_template_kwargs or ())} - (templates.reads if templates else set()))
         if unread and not isinstance(structured, SizeCheck):  # otherwise the process that asks does so
             logger.warning("--default-chat-template-kwargs: no chat template of the model reads %s", ", ".join(unread))
@@ -230,20 +234,8 @@ class InputProcessor:
         if media:
             if len(prompts) != 1:
                 raise InvalidParameter("prompt: images and videos need a single prompt", "prompt")
-            text = prompts[0]
-
-            async def as_it_is(placeholders: Placeholders, num_items: Sequence[int]) -> str:
-                assert isinstance(text, str)
-                if not placeholders.are_in(text, [source.kind for source in media]):
-                    wanted = " or ".join(repr(placeholders.texts[kind]) for kind in placeholders.texts)
-                    raise InvalidParameter(f"prompt: it must have {wanted} once for each item", "prompt")
-                return text
-
-            if isinstance(text, str):
-                made = self._tokenize_items(media, as_it_is, last, side, "prompt", add_special_tokens)
-            else:
-                made = self._expand_items(media, text, last, side, "prompt")
-            ids, items, lease = await made
+            (prompt,) = prompts
+            ids, items, lease = await self._expand_items(media, prompt, last, side, "prompt", add_special_tokens)
             tokenized = [self._fit(ids, "prompt", None, max_tokens, side)]
         else:
             tokenized = await run_in_thread(sum(map(len, prompts)), tokenize)
@@ -386,62 +378,89 @@ class InputProcessor:
             params.max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
         return params
 
-    def _tokenize_chat_items(
+    async def _tokenize_chat_items(
         self, chat: ChatInput, last: int | None, side: TruncationSide, names: ParamNames
-    ) -> Awaitable[tuple[list[int], list[MediaItem], MediaLease]]:
+    ) -> tuple[list[int], list[MediaItem], MediaLease]:
         """`_tokenize_items` for a conversation."""
 
-        def render(placeholders: Placeholders, num_items: Sequence[int]) -> Awaitable[str]:
-            shown = replace(chat, messages=with_pages(chat.messages, num_items)) if num_items else chat
-            return self._render(shown, names, placeholders)
+        async def render(placeholders: Placeholders | None, counts: Sequence[Sequence[int | str]]) -> list[str]:
+            shown = replace(chat, messages=with_pages(chat.messages, counts[0])) if counts else chat
+            return [await self._render(shown, names, placeholders)]
 
         specials = chat.template.add_special_tokens
-        return self._tokenize_items(chat.media, render, last, side, names.messages, specials)
+        made, lease = await self._tokenize_items([chat.media], render, last, side, [names.messages], specials)
+        return *made[0], lease
 
     async def _tokenize_items(
         self,
+        media: Sequence[Sequence[MediaSource]],
+        render: RenderMarked,
+        last: int | None,
+        side: TruncationSide,
+        params: Sequence[str],
+        add_special_tokens: bool,
+    ) -> tuple[list[MarkedIds], MediaLease]:
+        """Return the token ids of prompts with images and videos, at most the `last` ones, with the items, which are
+        loaded. `media` has the sources of each prompt, and `params` its name. Raises `InvalidParameter` also if an item
+        would be cut, and `MediaUnavailable`.
+        """
+        if self.media is None:
+            raise text_only(next(itertools.chain(*media)))
+        for sources in media:
+            placeholders = await self.media.check(sources)
+        spec = self.media.spec
+        has_documents = any(source.is_document for source in itertools.chain(*media))  # their pages are not known yet
+        rendered = () if has_documents else await render(placeholders, ())
+        loaded, name = await self.media.load(media)
+        lease = MediaLease(name, None if self._is_for_other else self.media.loader)
+        if has_documents:
+            rendered = await render(placeholders, [each.counts for each in loaded])
+        expanded = [placeholders.expand(text, each.items) for text, each in zip(rendered, loaded, strict=True)]
+        add_special_tokens &= placeholders.adds_special_tokens
+        if last is None:
+            for (text, _), param in zip(expanded, params, strict=True):
+                self._prompts.cut(text, param, None)
+
+        def tokenize() -> list[MarkedIds]:
+            found, total = list[MarkedIds](), 0
+            for (text, spans), each, param in zip(expanded, loaded, params, strict=True):
+                ids, offsets = self.tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
+                items = media_items(ids, offsets, spans, each.items, each.sources, spec)
+                if last is not None:
+                    names = [each.sources[span.item].param for span in spans]
+                    items = truncated_items(items, len(ids), last, side, names)
+                    ids = truncated(ids, last, side)
+                total = self._prompts.add_tokens(total, ids, param.partition("[")[0])
+                found.append((ids, items))
+            return found
+
+        made = await run_in_thread(sum(len(text) for text, _ in expanded), tokenize)
+        if self._is_for_other:
+            self._leases.append(lease)
+        return made, lease
+
+    async def _expand_items(
+        self,
         media: Sequence[MediaSource],
-        render: Callable[[Placeholders, Sequence[int]], Awaitable[str]],
+        prompt: Prompt,
         last: int | None,
         side: TruncationSide,
         param: str,
         add_special_tokens: bool,
     ) -> tuple[list[int], list[MediaItem], MediaLease]:
-        """Return the token ids of a prompt with images and videos, at most the `last` ones, with the items, which are
-        loaded. `render` returns the text for `Placeholders.expand`, given the number of items of each source (none:
-        each has one), and `param` is its name. Raises `InvalidParameter` also if an item would be cut, and
-        `MediaUnavailable`.
-        """
-        if self.media is None:
-            raise text_only(media[0])
-        placeholders, spec = await self.media.check(media), self.media.spec
-        has_documents = any(source.is_document for source in media)  # their pages are not known yet
-        rendered = "" if has_documents else await render(placeholders, ())
-        loaded, media = await self.media.load(media)
-        lease = MediaLease(loaded.lease, None if self._is_for_other else self.media.loader)
-        if has_documents:
-            rendered = await render(placeholders, loaded.num_items)
-        text, spans = placeholders.expand(rendered, loaded.items)
-        if last is None:
-            self._prompts.cut(text, param, None)
+        """Like `_tokenize_items`, for a text or token ids with the placeholder for each item."""
+        if isinstance(prompt, str):
+            text = prompt
 
-        def tokenize() -> tuple[list[int], list[MediaItem]]:
-            ids, offsets = self.tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
-            items = media_items(ids, offsets, spans, loaded.items, media, spec)
-            if last is None:
-                return ids, items
-            params = [media[span.item].param for span in spans]
-            return truncated(ids, last, side), truncated_items(items, len(ids), last, side, params)
+            async def as_it_is(placeholders: Placeholders | None, counts: Sequence[Sequence[int | str]]) -> list[str]:
+                assert placeholders is not None
+                if not placeholders.are_in(text, [source.kind for source in media]):
+                    wanted = " or ".join(repr(placeholders.texts[kind]) for kind in placeholders.texts)
+                    raise InvalidParameter(f"{param}: it must have {wanted} once for each item", param)
+                return [text]
 
-        ids, items = await run_in_thread(len(text), tokenize)
-        if self._is_for_other:
-            self._leases.append(lease)
-        return ids, items, lease
-
-    async def _expand_items(
-        self, media: Sequence[MediaSource], prompt: Sequence[int], last: int | None, side: TruncationSide, param: str
-    ) -> tuple[list[int], list[MediaItem], MediaLease]:
-        """Like `_tokenize_items`, for token ids with those of the placeholder for each item."""
+            made, lease = await self._tokenize_items([media], as_it_is, last, side, [param], add_special_tokens)
+            return *made[0], lease
         if self.media is None:
             raise text_only(media[0])
         placeholders, spec = await self.media.check(media), self.media.spec
@@ -451,8 +470,8 @@ class InputProcessor:
         if Counter(marks[part] for part in parts if part in marks) != placeholders.counts(each.kind for each in media):
             wanted = " or ".join(f"{[*mark]} ({text!r})" for mark, text in marks.items())
             raise InvalidParameter(f"{param}: it must have the tokens {wanted} once for each item", param)
-        loaded, media = await self.media.load(media)
-        lease = MediaLease(loaded.lease, None if self._is_for_other else self.media.loader)
+        (loaded,), name = await self.media.load([media])
+        lease = MediaLease(name, None if self._is_for_other else self.media.loader)
 
         def expand() -> tuple[list[int], list[MediaItem]]:
             ids, items, params = list[int](), list[MediaItem](), list[str]()
@@ -463,10 +482,10 @@ class InputProcessor:
                     continue
                 at = next(order[marks[part]])
                 item, own = loaded.items[at], encode(loaded.items[at].text)
-                (made,) = media_items(*own, [ItemSpan(0, len(item.text), 0)], [item], [media[at]], spec)
+                (made,) = media_items(*own, [ItemSpan(0, len(item.text), 0)], [item], [loaded.sources[at]], spec)
                 items.append(msgspec.structs.replace(made, offset=len(ids) + made.offset))
                 ids += own[0]
-                params.append(media[at].param)
+                params.append(loaded.sources[at].param)
             if last is None:
                 return ids, items
             return truncated(ids, last, side), truncated_items(items, len(ids), last, side, params)
@@ -490,9 +509,9 @@ class InputProcessor:
             except ConfigError as error:
                 raise InvalidParameter(str(error), "chat_template") from None
         elif self._templates is None:
+            remedy = "use /v1/completions" if self.pooling is None else "send texts as input"
             raise InvalidParameter(
-                "this model has no chat template; start the server with --chat-template, or use /v1/completions",
-                names.messages,
+                f"this model has no chat template; start the server with --chat-template, or {remedy}", names.messages
             )
         else:
             template = self._templates.choose(bool(chat.tools))

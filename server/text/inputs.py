@@ -18,11 +18,35 @@ from quire.server.text.tools import ToolUse
 
 Prompt = str | list[int]
 """Text, or token ids that are used unchanged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkedPrompt:
+    """A prompt that has the model's placeholder for each of these images and videos."""
+
+    prompt: Prompt
+    media: Sequence[MediaSource]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContentParts:
+    """An input of a pooling model that has parts, like the content of a message."""
+
+    parts: Sequence[Mapping[str, Any]]
+    """Texts, and `{"type": "image"}` or `video` for each of `media`."""
+    media: Sequence[MediaSource] = ()
+
+    @property
+    def text(self) -> str:
+        """The texts, joined by line breaks."""
+        return "\n".join(part["text"] for part in self.parts if part["type"] == "text")
+
+
 TruncationSide = Literal["left", "right"]
 """The side that truncation removes."""
-Task = Literal["generate", "embed", "classify", "score", "pool"]
-"""The kind of result that a request asks for: text, vectors, classes, scores of pairs of texts, or any pooled
-output."""
+Task = Literal["generate", "embed", "token_embed", "classify", "score", "pool"]
+"""The kind of result that a request asks for: text, vectors, vectors of each token, classes, scores of pairs, or any
+pooled output."""
 
 
 class ContextLengthExceeded(InvalidParameter):
@@ -36,7 +60,7 @@ def tasks_of(pooling: Pooling | None) -> frozenset[Task]:
     if pooling is None:
         return frozenset({"generate"})
     if pooling.classes is None:
-        return frozenset({"embed", "score", "pool"})
+        return frozenset({"token_embed" if pooling.is_multi_vector else "embed", "score", "pool"})
     return frozenset({"classify", "score", "pool"} if len(pooling.classes.labels) == 1 else {"classify", "pool"})
 
 
@@ -48,7 +72,9 @@ def refusal(pooling: Pooling | None, task: Task) -> InvalidParameter:
         if task != "classify":
             remedy = "use an embedding model, or start the server with --runner pooling"
         return InvalidParameter(f"this model generates text and does not {wanted}; {remedy}", "model")
-    if pooling.classes is None:
+    if pooling.is_multi_vector:
+        can, use = "computes a vector of each token", "/pooling (in Python: LLM.encode), or /score for pairs"
+    elif pooling.classes is None:
         can = "computes embeddings"
         use = "/v1/embeddings (in Python: LLM.embed)" + ", or /score for pairs of texts" * (task == "classify")
     else:
@@ -63,6 +89,7 @@ def refusal(pooling: Pooling | None, task: Task) -> InvalidParameter:
 _WANTED: Mapping[Task, str] = {
     "generate": "generate text",
     "embed": "support embeddings",
+    "token_embed": "support embeddings of tokens",
     "classify": "classify",
     "score": "score pairs of texts",
     "pool": "pool",
@@ -85,6 +112,10 @@ class ChatInput:
     """Maximum number of tokens of reasoning."""
     media: Sequence[MediaSource] = ()
     """The images and videos, in the order of the messages' parts."""
+
+
+PooledInput = Prompt | MarkedPrompt | ContentParts | ChatInput
+"""An input of a pooling model. Content is rendered as a message of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +164,8 @@ class GenerationInput:
 class EmbeddingOptions:
     """A request's options for rendering embedding inputs."""
 
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens; None: to texts, but not to conversations and content."""
     truncate: int | None = None
     """Number of tokens to keep of a longer input; -1: the model's maximum length; None: longer inputs are rejected."""
     truncation_side: TruncationSide = "right"
@@ -142,17 +174,26 @@ class EmbeddingOptions:
     max_document_tokens: int | None = None
     """Number of tokens to keep of the second text of a pair."""
 
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether texts get special tokens."""
+        return self.add_special_tokens is not False
+
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreInput:
-    """Pairs of texts to score, as `Frontend.embed` takes them."""
+class PoolingInput:
+    """Validated inputs of a pooling model, as `Frontend.embed` takes them."""
 
     prompts: Sequence[list[int]]
-    """Token ids: of a pair for classifiers, of a single text for embedding models."""
+    """Token ids: to score with a classifier, of a pair; otherwise of a single input."""
     second_segments: Sequence[int] = ()
     """See `EngineCoreRequest.second_segment`."""
     compared: Sequence[tuple[int, int]] | None = None
-    """Embedding models: the prompts whose vectors are compared, by index."""
+    """To score with an embedding model: the prompts whose vectors are compared, by index."""
+    media: Sequence[Sequence[MediaItem]] = ()
+    """See `GenerationInput`."""
+    media_lease: MediaLease | None = None
+    """See `GenerationInput`."""
 
 
 @dataclass(frozen=True, kw_only=True)

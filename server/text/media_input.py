@@ -9,17 +9,17 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.media import MediaKind
+from quire.engine.protocol.media import EMBEDS, GRID, MediaKind
 from quire.server.client.output_stream import DEADLINE, RequestTimedOut
 from quire.server.client.request_record import current_key
 from quire.server.media.data_urls import CUT_FILES, data_url, is_data_url
-from quire.server.media.types import LoadedMedia, MediaFormat, MediaSource
+from quire.server.media.types import LoadedItem, LoadedMedia, MediaFormat, MediaSource
 from quire.server.text.media_prompt import Placeholders
 
 _MAX_UUID_CHARACTERS = 256
@@ -72,6 +72,16 @@ class MediaLease:
                 self._loop.call_soon_threadsafe(self._loader.release, self.name)  # maybe in another thread
 
 
+class PromptItems(NamedTuple):
+    """The loaded items of a prompt."""
+
+    items: Sequence[LoadedItem]
+    sources: Sequence[MediaSource]
+    """The source of each item."""
+    counts: Sequence[int | str]
+    """The number of items of each source of the prompt, or the text that it is."""
+
+
 class MediaDeferred(Exception):
     """The request must be processed where it may wait for files."""
 
@@ -85,7 +95,7 @@ class MediaInput:
         """The API key for which items are loaded; None: the current task's."""
         self.may_wait = True
         """Whether requests may wait for the media process here; otherwise `check` raises `MediaDeferred`."""
-        self._placeholders: Mapping[MediaKind, str] | None = None
+        self._format: MediaFormat | None = None
 
     async def check(self, sources: Sequence[MediaSource]) -> Placeholders:
         """Return the placeholders for a prompt. Raises `InvalidParameter` for an item of a kind that the model does not
@@ -93,22 +103,29 @@ class MediaInput:
         """
         if not self.may_wait:
             raise MediaDeferred
-        if self._placeholders is None:
-            format = await self.loader.format()
-            found: dict[MediaKind, str] = {"image": format.image_placeholder}
-            if self.spec.video_token_id is not None:
-                found["video"] = format.video_placeholder
-            self._placeholders = {kind: text for kind, text in found.items() if text}
+        if self._format is None:
+            self._format = await self.loader.format()
+        format, texts = self._format, dict[MediaKind, str]()
+        if format.image_placeholder:
+            texts["image"] = format.image_placeholder
+        if format.video_placeholder and self.spec.video_token_id is not None:
+            texts["video"] = format.video_placeholder
         for source in sources:
-            if source.kind not in self._placeholders:
+            if source.kind not in texts:
                 raise refusal(source)
         self._check_counts(sources)
-        return Placeholders(self._placeholders)
+        return Placeholders(
+            texts,
+            text_start=format.text_start,
+            text_end=format.text_end,
+            adds_special_tokens=format.adds_special_tokens,
+        )
 
-    async def load(self, sources: Sequence[MediaSource]) -> tuple[LoadedMedia, Sequence[MediaSource]]:
-        """Load the items of a request; also returns the source of each. Raises `InvalidParameter`, `MediaUnavailable`,
-        and `RequestTimedOut` at the `DEADLINE`.
+    async def load(self, prompts: Sequence[Sequence[MediaSource]]) -> tuple[list[PromptItems], str]:
+        """Load the items of each prompt of a request, a source that prompts share once; also returns the lease. Raises
+        `InvalidParameter`, `MediaUnavailable`, and `RequestTimedOut` at the `DEADLINE`.
         """
+        sources = [*{id(source): source for source in itertools.chain(*prompts)}.values()]
         deadline = DEADLINE.get()
         try:
             async with asyncio.timeout_at(deadline and deadline.at):
@@ -116,15 +133,25 @@ class MediaInput:
         except TimeoutError:
             assert deadline is not None
             raise RequestTimedOut(f"the request exceeded the time limit of {deadline.seconds:g} seconds") from None
-        if loaded.num_items:
-            repeated = itertools.chain.from_iterable(map(itertools.repeat, sources, loaded.num_items))
-            sources = [*repeated]
-            try:
-                self._check_counts(sources)
-            except InvalidParameter:
-                self.loader.release(loaded.lease)
-                raise
-        return loaded, sources
+        items, found = iter(loaded.items), dict[int, list[LoadedItem]]()
+        for source, count in zip(sources, loaded.num_items or itertools.repeat(1)):  # noqa: B905  # the latter is endless
+            found[id(source)] = [*itertools.islice(items, count)]
+        texts = {id(source): text for source, text in zip(sources, loaded.texts, strict=False) if text is not None}
+        made = [
+            PromptItems(
+                [item for source in given for item in found[id(source)]],
+                [source for source in given for _ in found[id(source)]],
+                [texts.get(id(source), len(found[id(source)])) for source in given],
+            )
+            for given in prompts
+        ]
+        try:
+            for each in made if loaded.num_items else ():
+                self._check_counts(each.sources)
+        except InvalidParameter:
+            self.loader.release(loaded.lease)
+            raise
+        return made, loaded.lease
 
     def _check_counts(self, sources: Sequence[MediaSource]) -> None:
         counts: Counter[MediaKind] = Counter()
@@ -156,7 +183,12 @@ def check_text(source: MediaSource) -> MediaSource:
     param = source.param
     if len(source.uuid) > _MAX_UUID_CHARACTERS:
         raise InvalidParameter(f"{param}: the uuid has more than {_MAX_UUID_CHARACTERS} characters", param)
-    for name, value in (("uuid", source.uuid), ("URL", source.url), ("mm_processor_kwargs", source.options)):
+    for name, value in (
+        ("uuid", source.uuid),
+        ("URL", source.url),
+        ("file_id", source.file_id),
+        ("mm_processor_kwargs", source.options),
+    ):
         try:
             encoded = msgspec.msgpack.encode(value)
         except (UnicodeEncodeError, OverflowError, RecursionError, TypeError):
@@ -192,3 +224,24 @@ def media_source(
     else:
         raise InvalidParameter(f"{param}: expected a URL of the scheme http, https or data", param)
     return check_text(source)
+
+
+def uploaded_source(
+    file_id: str, param: str, *, uuid: str | None = None, options: Mapping[str, Any] | None = None
+) -> MediaSource:
+    """Return the image of an uploaded file. Raises `InvalidParameter`."""
+    if not file_id:
+        raise InvalidParameter(f"{param} is empty", param)
+    return check_text(MediaSource("image", param, file_id=file_id, uuid=uuid or "", options=dict(options or {})))
+
+
+def embeds_source(files: Mapping[str, bytes], param: str, *, uuid: str | None = None) -> MediaSource:
+    """Return an image of which only the features are known: files of `EMBEDS` and, if the model needs it, `GRID`; or
+    none, if it is known by its `uuid`. Raises `InvalidParameter`.
+    """
+    if unknown := sorted(files.keys() - {EMBEDS, GRID}):
+        raise InvalidParameter(f"{param}: {unknown[0][:100]!r} is not supported, only {EMBEDS} and {GRID}", param)
+    if not files.get(EMBEDS) and (files or uuid is None):
+        raise InvalidParameter(f"{param}: the array {EMBEDS} is missing", param)
+    data = files.get(EMBEDS, b"") + files.get(GRID, b"")
+    return check_text(MediaSource("image", param, data=data, uuid=uuid or "", is_array=True))

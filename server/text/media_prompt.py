@@ -22,7 +22,7 @@ import msgspec
 
 from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.media import MediaItem, MediaKind, MediaRun
+from quire.engine.protocol.media import EMBEDS, MediaItem, MediaKind, MediaRun
 from quire.server.media.types import LoadedItem, MediaSource
 
 
@@ -44,6 +44,12 @@ class Placeholders:
     """Stands in placeholders of users, and after the beginning of one at the end of a text, which the template may join
     with the next. Digits, as templates change the case of texts, or escape them as JSON.
     """
+    text_start: str = ""
+    """Put behind the last item."""
+    text_end: str = ""
+    """Put behind the prompt."""
+    adds_special_tokens: bool = True
+    """Whether the tokenizer's special tokens are added."""
 
     @cached_property
     def _placeholder(self) -> re.Pattern[str]:
@@ -98,7 +104,8 @@ class Placeholders:
             length, end = begin + len(items[at].text), found.end()
             parts += (before, items[at].text)
             spans.append(ItemSpan(begin, length, at))
-        return "".join([*parts, text[end:].replace(self.mark, "")]), spans
+        rest = text[end:].replace(self.mark, "")
+        return "".join([*parts, *((self.text_start, rest, self.text_end) if spans else (rest,))]), spans
 
 
 def split_ids(ids: Sequence[int], marks: Collection[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
@@ -115,16 +122,28 @@ def split_ids(ids: Sequence[int], marks: Collection[tuple[int, ...]]) -> Iterato
     yield tuple(ids[begin:])
 
 
-def with_pages(messages: Sequence[Mapping[str, Any]], num_items: Sequence[int]) -> list[Mapping[str, Any]]:
-    """Return messages in which the part of each source stands as often as it has items: a document's pages."""
-    counts = iter(num_items)
+def with_pages(messages: Sequence[Mapping[str, Any]], shown: Sequence[int | str]) -> list[Mapping[str, Any]]:
+    """Return messages in which the part of each source stands as often as it has items: a document's pages; or as the
+    text that it is, between the texts of the document's tags, which stand beside it.
+    """
+    counts = iter(shown)
 
-    def repeated(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        return [part for part in parts for _ in range(next(counts) if part["type"] in ("image", "video") else 1)]
+    def replaced(parts: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+        found, begin = list[Mapping[str, Any]](), ""
+        for part in parts:
+            count = next(counts) if part["type"] in ("image", "video") else 1
+            if isinstance(count, str):
+                begin = f"{found.pop()['text']}\n{count}\n"
+            elif begin:
+                found.append({**part, "text": begin + part["text"]})
+                begin = ""
+            else:
+                found += [part] * count
+        return found[0]["text"] if len(found) == 1 < len(parts) and "text" in found[0] else found
 
     contents = [message.get("content") for message in messages]
     return [
-        {**message, "content": repeated(content)} if isinstance(content, list) else message
+        {**message, "content": replaced(content)} if isinstance(content, list) else message
         for message, content in zip(messages, contents, strict=True)
     ]
 
@@ -140,7 +159,7 @@ def media_items(
     """Return the items of a prompt, by their tokens. `offsets` has the characters of each token, in order.
 
     Raises `InvalidParameter` if the tokenizer makes other feature tokens of an item's text than its processor has
-    counted.
+    counted, and for given features (`EMBEDS`) of another width than the tower's.
     """
     found: list[MediaItem] = []
     for span in spans:
@@ -151,6 +170,11 @@ def media_items(
         token_id = spec.image_token_id if item.kind == "image" else spec.video_token_id
         features = [index for index, each in enumerate(ids[begin:end]) if each == token_id]
         runs = _runs(features, item.grids)
+        expected = len(features), spec.tower.feature_width
+        for array in item.data.arrays:
+            if array.name == EMBEDS and array.shape != expected:
+                shape, wanted = (" × ".join(map(str, each)) for each in (array.shape, expected))
+                raise InvalidParameter(f"{param}: the features are {shape}, but must be {wanted}", param)
         if runs is None:
             raise InvalidParameter(
                 f"{param}: the model's tokenizer does not represent the text of its processor for this {item.kind}",

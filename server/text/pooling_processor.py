@@ -1,21 +1,67 @@
-"""Tokenizes the inputs of pooling models: texts to embed or classify, and pairs of texts to score."""
+"""Tokenizes the inputs of pooling models, texts and content with images: to embed or classify, and pairs to score."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple, Protocol, TypeGuard
 
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.media import MediaItem
+from quire.server.media.types import MediaSource
 from quire.server.text.chat_template import ChatTemplate
-from quire.server.text.conversation import ParamNames
+from quire.server.text.conversation import ChatTemplateOptions, Message, ParamNames
 from quire.server.text.embedding_output import VectorOptions
-from quire.server.text.inputs import ContextLengthExceeded, EmbeddingOptions, Prompt, ScoreInput, TruncationSide
+from quire.server.text.inputs import (
+    ChatInput,
+    ContentParts,
+    ContextLengthExceeded,
+    EmbeddingOptions,
+    MarkedPrompt,
+    PooledInput,
+    PoolingInput,
+    Prompt,
+    TruncationSide,
+)
+from quire.server.text.media_input import MediaLease
+from quire.server.text.media_prompt import Placeholders, with_pages
 from quire.server.text.prompt_tokenizer import PromptTokenizer, run_in_thread, truncated
 from quire.server.text.template_renderer import LocalRenderer
 
+PairInput = str | ContentParts
+"""A text of a pair, or content with images or videos."""
 MAX_PAIR_CHARACTERS = 2**24
 """Characters of all pairs of texts to score, if a common text is tokenized with each of the others."""
+
+
+MarkedIds = tuple[list[int], list[MediaItem]]
+"""The token ids of a prompt, and its items."""
+RenderMarked = Callable[[Placeholders | None, Sequence[Sequence[int | str]]], Awaitable[Sequence[str]]]
+"""Returns the texts of prompts for `Placeholders.expand` (without placeholders: of prompts without items), given the
+number of items of each source of each prompt (none: each has one)."""
+
+
+class _Render(Protocol):
+    def __call__(
+        self, chat: ChatInput, names: ParamNames, placeholders: Placeholders | None = None
+    ) -> Awaitable[str]: ...
+
+
+class ItemTokenizer(NamedTuple):
+    """What `quire.server.text.input_processor.InputProcessor` does for conversations, and for images and videos."""
+
+    render: _Render
+    tokenize: Callable[
+        [Sequence[Sequence[MediaSource]], RenderMarked, int | None, TruncationSide, Sequence[str], bool],
+        Awaitable[tuple[list[MarkedIds], MediaLease]],
+    ]
+    expand: Callable[
+        [Sequence[MediaSource], Prompt, int | None, TruncationSide, str, bool],
+        Awaitable[tuple[list[int], list[MediaItem], MediaLease]],
+    ]
 
 
 class PoolingProcessor:
@@ -28,6 +74,7 @@ class PoolingProcessor:
         pair_template: ChatTemplate | None,
         has_token_types: bool,
         renderer: LocalRenderer,
+        items: ItemTokenizer,
     ) -> None:
         """`pair_template` is the user's template for pairs of texts, if given: a model's own is for chats."""
         self._prompts = prompts
@@ -37,6 +84,7 @@ class PoolingProcessor:
         self._pair_template = pair_template
         self._has_token_types = has_token_types
         self._renderer = renderer
+        self._items = items
 
     @property
     def renders(self) -> bool:
@@ -44,43 +92,150 @@ class PoolingProcessor:
         return self._pair_template is not None
 
     async def process_embeddings(
-        self, inputs: Mapping[str, Prompt], options: EmbeddingOptions, vectors: VectorOptions
-    ) -> list[list[int]]:
-        """Return the token ids of texts and token ids to embed or classify, by their names for error messages.
+        self, inputs: Mapping[str, PooledInput], options: EmbeddingOptions, vectors: VectorOptions
+    ) -> PoolingInput:
+        """Process inputs to embed or classify, by their names for error messages.
 
         The model's vectors must support `vectors`.
         """
         vectors.check(self._pooling)
+        plain = {param: given for param, given in inputs.items() if isinstance(given, str | list)}
+        others = {param: given for param, given in inputs.items() if not isinstance(given, str | list)}
+        if others and options.prompt_name is not None:
+            raise InvalidParameter(
+                f"prompt_name: only for texts; {next(iter(others))} has a template or items", "prompt_name"
+            )
         prefix = self._embedding_prefix(options.prompt_name)
 
-        def render() -> list[list[int]]:
-            rendered, total = [], 0
-            for param, given in inputs.items():
-                rendered.append(self._embedding_ids(given, prefix, options, param))
-                total = self._prompts.add_tokens(total, rendered[-1], param.partition("[")[0])
+        def render() -> list[MarkedIds]:
+            rendered, total = list[MarkedIds](), 0
+            for param, given in plain.items():
+                rendered.append((self._embedding_ids(given, prefix, options, param), []))
+                total = self._prompts.add_tokens(total, rendered[-1][0], param.partition("[")[0])
             return rendered
 
-        return await run_in_thread(sum(len(given) + len(prefix) for given in inputs.values()), render)
+        found = await run_in_thread(sum(len(given) + len(prefix) for given in plain.values()), render)
+        made, lease = await self._marked_ids(others, options)
+        by_param = dict(zip([*plain, *others], [*found, *made], strict=True))
+        return self._input([by_param[param] for param in inputs], lease)
+
+    async def _marked_ids(
+        self, inputs: Mapping[str, MarkedPrompt | ContentParts | ChatInput], options: EmbeddingOptions
+    ) -> tuple[list[MarkedIds], MediaLease | None]:
+        """Return the token ids of inputs that are not plain, with the lease of their items."""
+        limit, side = self._prompts.num_kept(options.truncate), options.truncation_side
+        lease = None
+        if len(inputs) == 1 and isinstance(given := next(iter(inputs.values())), MarkedPrompt):
+            (param,), specials = inputs, options.adds_special_tokens
+            ids, items, lease = await self._items.expand(given.media, given.prompt, limit, side, param, specials)
+            made = [(ids, items)]
+        else:
+            chats = {param: self._chat(given, options) for param, given in inputs.items()}
+            params = [*chats]
+
+            async def render(placeholders: Placeholders | None, counts: Sequence[Sequence[int | str]]) -> list[str]:
+                shown = [
+                    replace(chat, messages=with_pages(chat.messages, counts[at])) if counts and chat.media else chat
+                    for at, chat in enumerate(chats.values())
+                ]
+                names = [ParamNames(messages=param) for param in params]
+                return await asyncio.gather(
+                    *(self._items.render(*each, placeholders) for each in zip(shown, names, strict=True))
+                )
+
+            specials = any(chat.template.add_special_tokens for chat in chats.values())
+            media = [chat.media for chat in chats.values()]
+            made, lease = await self._tokenized(media, render, limit, side, params, specials)
+        for (ids, _), param in zip(made, inputs, strict=True):
+            self._check_length(ids, param)
+        return made, lease
+
+    async def _tokenized(
+        self,
+        media: Sequence[Sequence[MediaSource]],
+        render: RenderMarked,
+        limit: int | None,
+        side: TruncationSide,
+        params: Sequence[str],
+        add_special_tokens: bool,
+    ) -> tuple[list[MarkedIds], MediaLease | None]:
+        """The token ids of rendered texts, whether or not they have items."""
+        if any(media):
+            return await self._items.tokenize(media, render, limit, side, params, add_special_tokens)
+        texts = await render(None, ())
+
+        def tokenize() -> list[MarkedIds]:
+            found, total = list[MarkedIds](), 0
+            for text, param in zip(texts, params, strict=True):
+                ids = self._prompts.token_ids(text, param, limit, add_special_tokens, side)
+                ids = ids if limit is None else truncated(ids, limit, side)
+                total = self._prompts.add_tokens(total, ids, param.partition("[")[0])
+                found.append((ids, []))
+            return found
+
+        return await run_in_thread(sum(map(len, texts)), tokenize), None
+
+    @staticmethod
+    def _chat(given: MarkedPrompt | ContentParts | ChatInput, options: EmbeddingOptions) -> ChatInput:
+        assert not isinstance(given, MarkedPrompt), "its text is no conversation"
+        if isinstance(given, ChatInput):
+            return given
+        message = {"role": "user", "content": given.parts}
+        template = ChatTemplateOptions(add_special_tokens=bool(options.add_special_tokens))
+        return ChatInput(messages=[message], media=given.media, template=template)
+
+    @staticmethod
+    def _input(made: Sequence[MarkedIds], lease: MediaLease | None) -> PoolingInput:
+        return PoolingInput(
+            prompts=[ids for ids, _ in made], media=[items for _, items in made] if lease else (), media_lease=lease
+        )
 
     async def process_pairs(
-        self, first: str | Sequence[str], second: str | Sequence[str], options: EmbeddingOptions, names: tuple[str, str]
-    ) -> ScoreInput:
-        """Process pairs of texts to score: each of `first` with its counterpart, or a single one with all of `second`.
+        self,
+        first: PairInput | Sequence[PairInput],
+        second: PairInput | Sequence[PairInput],
+        options: EmbeddingOptions,
+        names: tuple[str, str],
+    ) -> PoolingInput:
+        """Process pairs to score: each of `first` with its counterpart, or a single one with all of `second`.
 
         `names` are both parameters' names for error messages.
         """
-        firsts, seconds = ([given] if isinstance(given, str) else given for given in (first, second))
-        for given, name in zip((firsts, seconds), names, strict=True):
+        all_firsts, all_seconds = (
+            [given] if isinstance(given, str | ContentParts) else given for given in (first, second)
+        )
+        for given, name in zip((all_firsts, all_seconds), names, strict=True):
             if not given:
                 raise InvalidParameter(f"{name} must not be empty: there is nothing to score", name)
-        if len(firsts) not in (1, len(seconds)):
+        if len(all_firsts) not in (1, len(all_seconds)):
             raise InvalidParameter(
-                f"{names[0]}: {len(firsts)} texts for {len(seconds)} in {names[1]}; send one, or as many", names[0]
+                f"{names[0]}: {len(all_firsts)} texts for {len(all_seconds)} in {names[1]}; send one, or as many",
+                names[0],
             )
         first_names, second_names = (
-            [name] if isinstance(given, str) else [f"{name}[{at}]" for at in range(len(given))]
+            [name] if isinstance(given, str | ContentParts) else [f"{name}[{at}]" for at in range(len(given))]
             for given, name in zip((first, second), names, strict=True)
         )
+        is_classifier = self._pooling.classes is not None  # otherwise, the chat template shows content
+        firsts, seconds = (
+            [each if isinstance(each, str) or each.media or not is_classifier else each.text for each in given]
+            for given in (all_firsts, all_seconds)
+        )
+        both_names = first_names, second_names
+        if not _are_texts(firsts) or not _are_texts(seconds):
+            return await self._process_contents(firsts, seconds, options, both_names, names[1])
+        return await self._process_texts(firsts, seconds, options, both_names, names[1])
+
+    async def _process_texts(
+        self,
+        firsts: Sequence[str],
+        seconds: Sequence[str],
+        options: EmbeddingOptions,
+        names: tuple[Sequence[str], Sequence[str]],
+        param: str,
+    ) -> PoolingInput:
+        """`process_pairs` for texts; `names` are those of both sides' inputs, and `param` the name of all `seconds`."""
+        first_names, second_names = names
         if options.max_document_tokens is not None:
             longest = options.max_document_tokens
             named = [*zip(seconds, second_names, strict=True)]
@@ -92,12 +247,7 @@ class PoolingProcessor:
                 ],
             )
         if self._pooling.classes is None:
-            texts = dict(zip((*first_names, *second_names), (*firsts, *seconds), strict=True))
-            prompts = await self.process_embeddings(texts, options, VectorOptions())
-            count = len(firsts)
-            return ScoreInput(
-                prompts=prompts, compared=[(at if count > 1 else 0, count + at) for at in range(len(seconds))]
-            )
+            return await self._process_compared(firsts, seconds, options, names)
         limit, size = self._prompts.num_kept(options.truncate), sum(map(len, (*firsts, *seconds)))
         joins_ids = self._pair_template is None and not self._pooling.classes.joins_texts
         if not joins_ids:  # a common first text is tokenized with each second one
@@ -106,9 +256,9 @@ class PoolingProcessor:
             size = sum(map(sum, lengths)) + lengths[0][0] * (len(seconds) - len(firsts))
             if size > MAX_PAIR_CHARACTERS:
                 raise InvalidParameter(
-                    f"{names[1]}: {len(seconds)} pairs of texts have {size} characters, and at most "
+                    f"{param}: {len(seconds)} pairs of texts have {size} characters, and at most "
                     f"{MAX_PAIR_CHARACTERS} are allowed in one request; send several requests, or shorter texts",
-                    names[1],
+                    param,
                 )
 
         side = options.truncation_side
@@ -119,9 +269,9 @@ class PoolingProcessor:
                 [self._prompts.cut(text, name, limit, side) for text, name in zip(*each, strict=True)]
                 for each in ((firsts, first_names), (seconds, second_names))
             ]
-            templated = await self._from_template(template, cuts[0], cuts[1], limit, options, names[1])
+            templated = await self._from_template(template, cuts[0], cuts[1], limit, options, param)
 
-        def render() -> ScoreInput:
+        def render() -> PoolingInput:
             rendered, starts, total = [], [], 0
             for at, (text, name) in enumerate(zip(seconds, second_names, strict=True)):
                 if at < len(firsts):
@@ -132,7 +282,7 @@ class PoolingProcessor:
                         other_ids,
                         self._plain_ids(text, name, limit, side),
                         limit,
-                        add_special_tokens=options.add_special_tokens,
+                        add_special_tokens=options.adds_special_tokens,
                         side=side,
                     )
                 elif templated is not None:
@@ -144,10 +294,72 @@ class PoolingProcessor:
                 self._check_length(ids, name)
                 rendered.append(ids)
                 starts.append(start if self._has_token_types else 0)
-                total = self._prompts.add_tokens(total, ids, names[1])
-            return ScoreInput(prompts=rendered, second_segments=starts)
+                total = self._prompts.add_tokens(total, ids, param)
+            return PoolingInput(prompts=rendered, second_segments=starts)
 
         return await run_in_thread(size, render)
+
+    async def _process_compared(
+        self,
+        firsts: Sequence[PairInput],
+        seconds: Sequence[PairInput],
+        options: EmbeddingOptions,
+        names: tuple[Sequence[str], Sequence[str]],
+    ) -> PoolingInput:
+        """Process what an embedding model compares; `names` are those of both sides' inputs."""
+        inputs = dict(zip((*names[0], *names[1]), (*firsts, *seconds), strict=True))
+        made = await self.process_embeddings(inputs, options, VectorOptions())
+        count = len(firsts)
+        return replace(made, compared=[(at if count > 1 else 0, count + at) for at in range(len(seconds))])
+
+    async def _process_contents(
+        self,
+        firsts: Sequence[PairInput],
+        seconds: Sequence[PairInput],
+        options: EmbeddingOptions,
+        names: tuple[Sequence[str], Sequence[str]],
+        param: str,
+    ) -> PoolingInput:
+        """`_process_texts` for pairs of which some have parts."""
+        if options.max_document_tokens is not None:
+            raise InvalidParameter(
+                "max_tokens_per_doc: only texts can be truncated, not documents with parts", "max_tokens_per_doc"
+            )
+        if self._pooling.classes is None:
+            return await self._process_compared(firsts, seconds, options, names)
+        if (template := self._pair_template) is None:
+            sides = (zip(given, own, strict=True) for given, own in zip((firsts, seconds), names, strict=True))
+            where = next(name for side in sides for each, name in side if isinstance(each, ContentParts))
+            raise InvalidParameter(
+                f"{where}: images and videos need a template for pairs; start the server with --chat-template", where
+            )
+        limit = self._prompts.num_kept(options.truncate)
+        pairs = [(firsts[min(at, len(firsts) - 1)], second) for at, second in enumerate(seconds)]
+
+        async def render(placeholders: Placeholders | None, counts: Sequence[Sequence[int | str]]) -> list[str]:
+            conversations: list[Sequence[Message]] = []
+            for at, pair in enumerate(pairs):
+                messages = [
+                    {"role": role, "content": given.parts if isinstance(given, ContentParts) else given}
+                    for role, given in zip(("query", "document"), pair, strict=True)
+                ]
+                conversations.append(with_pages(messages, counts[at]) if counts else messages)
+            return await self._renderer.render(
+                template, conversations, names=ParamNames(messages=param), placeholders=placeholders
+            )
+
+        media = [[source for each in pair if isinstance(each, ContentParts) for source in each.media] for pair in pairs]
+        specials, side = options.adds_special_tokens, options.truncation_side
+        made, lease = await self._tokenized(media, render, None, side, names[1], specials)
+        for (ids, _), name in zip(made, names[1], strict=True):
+            if limit is not None and len(ids) > limit:
+                raise InvalidParameter(
+                    f"truncate_prompt_tokens: {name} has {len(ids)} tokens with its template, and pairs with parts "
+                    "cannot be truncated",
+                    "truncate_prompt_tokens",
+                )
+            self._check_length(ids, name)
+        return self._input(made, lease)
 
     def _plain_ids(self, text: str, name: str, limit: int | None, side: TruncationSide) -> list[int]:
         """The token ids of a text of a pair, without special tokens."""
@@ -157,7 +369,7 @@ class PoolingProcessor:
         self, first: str, second: str, limit: int | None, options: EmbeddingOptions, names: tuple[str, str]
     ) -> list[int]:
         """The token ids of a pair that is tokenized as one text."""
-        side, specials = options.truncation_side, options.add_special_tokens
+        side, specials = options.truncation_side, options.adds_special_tokens
         first, second = (
             self._prompts.cut(text, name, limit, side) for text, name in zip((first, second), names, strict=True)
         )
@@ -183,7 +395,7 @@ class PoolingProcessor:
         def tokenize(texts: Sequence[str]) -> None:
             total = sum(map(len, found.values()))
             for (at, second), text in zip([*left.items()], texts, strict=True):
-                ids = self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+                ids = self._tokenizer.encode(text, add_special_tokens=options.adds_special_tokens)
                 if limit is None or len(ids) <= limit or not second:
                     total = self._prompts.add_tokens(total, ids, param)
                     found[at] = ids
@@ -222,8 +434,10 @@ class PoolingProcessor:
         if not given:
             raise InvalidParameter(f"{param} must not be empty: there is nothing to {self._verb}", param)
         if isinstance(given, str):
-            text = (prefix + given).lower() if self._pooling.lower_case else prefix + given
-            text, specials = self._prompts.cut(text, param, limit, side), options.add_special_tokens
+            given = f"{prefix}{given}{self._pooling.suffix}"
+            text = given.lower() if self._pooling.lower_case else given
+            text = self._prompts.cut(text, param, limit, side)
+            specials = options.adds_special_tokens and self._pooling.adds_special_tokens
             if limit is None:
                 ids = self._tokenizer.encode(text, add_special_tokens=specials)
             else:
@@ -248,3 +462,7 @@ class PoolingProcessor:
                 "prompt_name",
             )
         return prompts[chosen]
+
+
+def _are_texts(given: list[PairInput]) -> TypeGuard[list[str]]:
+    return all(isinstance(each, str) for each in given)
