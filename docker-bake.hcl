@@ -27,13 +27,13 @@ target "image" {
 
 target "cpu" {
   inherits = ["image"]
-  args     = { VARIANT = "cpu", EXTRAS = "otlp" }
+  args     = { VARIANT = "cpu", EXTRAS = "otlp,pdf" }
   tags     = ["${REGISTRY}quire:cpu", "${REGISTRY}quire:${VERSION}-cpu"]
 }
 
 target "cuda" {
   inherits = ["image"]
   # With ray, for scripts/run_cluster.sh.
-  args = { VARIANT = "cu130", EXTRAS = "ray,otlp" }
+  args = { VARIANT = "cu130", EXTRAS = "ray,otlp,pdf" }
   tags = ["${REGISTRY}quire:cuda", "${REGISTRY}quire:${VERSION}-cuda"]
 }

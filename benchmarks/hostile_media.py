@@ -1,6 +1,6 @@
 """Damaged images, videos and PDFs, at random, through confined decoders: nothing may die but the process of an item.
 
-PYTHONPATH=. .venv/bin/python benchmarks/hostile_media.py [--seconds N] [--seed N] [--keep FOLDER]
+.venv/bin/python benchmarks/hostile_media.py [--seconds N] [--seed N] [--keep FOLDER]
 
 Takes the files of `tests/integration/server/media/test_hostile_files.py`, changes, removes, repeats or swaps some of
 their bytes, and has them decoded. Prints what they got, the longest time, and the memory of the process that forks for
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import os
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ import psutil
 from quire.server.media.decoders import Decoders
 from quire.server.media.decoding import Decoded, DecodeOrder
 from quire.server.media.types import MediaSettings
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 from tests.fakes.processors import write_processor
 from tests.integration.server.media.test_hostile_files import ATTACKS, MAX_BYTES, MAX_PIXELS, TOO_MUCH, at
 

@@ -1,9 +1,12 @@
 """Pictures: TTFT, questions about a known picture, pictures per second, and text streams beside them.
 
+    .venv/bin/python benchmarks/media.py --peer vllm=/opt/vllm/venv --peer llama.cpp=/opt/llama.cpp
     quire serve MODEL --port 8000
     .venv/bin/python benchmarks/media.py --port 8000 [--size 1024] [--seconds 20] [--only ttft|rate|itl] [--json]
 
-Measures a server that runs already, by the OpenAI API, so that the same client measures Quire, vLLM and llama.cpp.
+The first form starts Quire, vLLM and llama.cpp one after another with a random-weight checkpoint in bfloat16, measures
+each, and prints a table. With `--port` a server that runs already is measured, by the OpenAI API.
+
 Every picture is new, and a JPEG, unless a figure is about a known one. A text of as many tokens as a picture's prompt
 is the yardstick: its first question is new, too, and its second one finds its prompt in the prefix cache.
 """
@@ -17,21 +20,39 @@ import io
 import itertools
 import json
 import random
+import re
+import shlex
+import signal
 import statistics
+import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peers
 from load import Address, Answer, RequestFailed, events, percentile, post
+from media_checkpoint import MEDIA_SHAPES, make_media_checkpoint
 from PIL import Image
 
 Content = str | list[dict[str, Any]]
 QUESTIONS = ("What is in the picture?", "Which colours does it have?")
 _QUALITY = 90
+_SERVERS: tuple[type[peers.Peer], ...] = (peers.Quire, peers.Vllm, peers.LlamaCpp)
+_COLUMNS = {
+    "ttft_picture_ms": "TTFT of a new picture, ms",
+    "ttft_picture_again_ms": "second question, ms",
+    "ttft_text_ms": "TTFT of a text, ms",
+    "ttft_text_again_ms": "second question, ms",
+    "again_ratio": "picture / text, second question",
+    "pictures_per_s": "pictures/s",
+    "itl_p99_without_pictures_ms": "p99 of ITL, ms",
+    "itl_p99_with_pictures_ms": "beside pictures, ms",
+}
 
 
 @dataclass
@@ -186,9 +207,61 @@ async def measure(client: Client, options: argparse.Namespace) -> dict[str, floa
     return found
 
 
+async def compare(options: argparse.Namespace, peer: type[peers.Peer], given: Path | None) -> dict[str, Any]:
+    """Start a server, measure it and stop it; returns its figures, command and version."""
+    # If this process is terminated, stop the server, too.
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    found = peers.find(peer, given)
+    if found is None:
+        return {"failure": f"not installed: {peer.remedy}"}
+    model, arguments = make_media_checkpoint(options.shape, options.cache), list[str]()
+    if isinstance(found, peers.LlamaCpp):
+        source, model = model, options.cache / options.shape / "bf16.gguf"
+        projector = model.with_name("mmproj-bf16.gguf")
+        if not model.exists():
+            found.convert(source, "bf16", model)
+        if not projector.exists():
+            found.convert(source, "bf16", projector, "--mmproj")
+        slots, tokens = str(options.clients), str(options.clients * peers.MAX_TOKENS)
+        arguments = ["--mmproj", str(projector), "-np", slots, "-c", tokens]
+    elif isinstance(found, peers.Vllm):  # it would encode the largest picture, of 16 times the patches, as a test
+        arguments = ["--skip-mm-profiling", "--limit-mm-per-prompt", '{"image": 1, "video": 0}']
+    log = options.cache / f"{found.name}.log"
+    server = peers.Server(found, "16-bit", model, options.threads, log, arguments)
+    about = {"version": found.version(), "command": server.command}
+    try:
+        await server.start([*range(300, 316)], "a text", options.start_limit)
+        client = Client(replace(server.address, path="/v1/chat/completions"), str(model), options.size)
+        return about | await measure(client, options)
+    except (RequestFailed, RuntimeError, OSError) as failure:
+        return about | {"failure": str(failure).splitlines()[0]}
+    finally:
+        server.stop()
+
+
+def document(options: argparse.Namespace, results: dict[str, dict[str, Any]]) -> str:
+    """The table of all servers, and how it was made."""
+    lines = ["| server | " + " | ".join(_COLUMNS.values()) + " |", "|---|" + "---:|" * len(_COLUMNS)]
+    for name, found in results.items():
+        cells = [f"{found[each]:.{0 if each.endswith('ms') else 2}f}" if each in found else "" for each in _COLUMNS]
+        lines.append(f"| {name} {found.get('version', '')} | {' | '.join(cells)} |")
+    lines += ["", *(f"- {name}: {found['failure']}" for name, found in results.items() if "failure" in found)]
+    lines += ["", *(f"- {name}: `{found['command']}`" for name, found in results.items() if "command" in found)]
+    cpu = subprocess.run(["lscpu"], capture_output=True, text=True).stdout
+    wanted = ("Model name", "CPU(s):", "Thread(s)", "L2", "L3", "CPU family", "Model:")
+    commit = ["git", "describe", "--always", "--dirty"]
+    described = subprocess.run(commit, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    command = shlex.join(re.sub(r"(^|=)/.*", r"\1PATH", part) for part in sys.argv[1:])
+    shown = [line for line in cpu.splitlines() if line.startswith(wanted)]
+    lines += ["", "```", f"benchmarks/media.py {command}    # {described}, {time.strftime('%Y-%m-%d')}", *shown, "```"]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=int, help="of a server that runs; without it, servers are started and compared")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--model", help="name of the model (default: the first one that the server lists)")
     parser.add_argument("--size", type=int, default=1024, help="pixels of each side of the pictures")
@@ -199,7 +272,30 @@ def main() -> None:
     parser.add_argument("--tokenize", action="store_true", help="also measure beside preprocessing alone")
     parser.add_argument("--only", choices=("ttft", "rate", "itl"), help="a part of the figures")
     parser.add_argument("--json", action="store_true")
+    of_servers = parser.add_argument_group("servers that are started")
+    of_servers.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=PATH", help="where a peer is installed"
+    )
+    of_servers.add_argument("--servers", nargs="+", choices=[peer.name for peer in _SERVERS], help="default: all")
+    of_servers.add_argument("--shape", choices=MEDIA_SHAPES, default="qwen3-vl-2b")
+    of_servers.add_argument("--threads", type=int, default=2, help="of every server")
+    of_servers.add_argument("--start-limit", type=float, default=420, metavar="SECONDS")
+    of_servers.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "quire-compare")
+    of_servers.add_argument("--write", type=Path, metavar="FILE.md", help="write the table to this file, too")
     options = parser.parse_args()
+    if options.port is None:
+        options.cache = options.cache.absolute()
+        options.cache.mkdir(parents=True, exist_ok=True)
+        places = {name: Path(path).absolute() for name, _, path in (pair.partition("=") for pair in options.peer)}
+        compared: dict[str, dict[str, Any]] = {}
+        for peer in _SERVERS:
+            if options.servers is None or peer.name in options.servers:
+                compared[peer.name] = asyncio.run(compare(options, peer, places.get(peer.name)))
+                print(peer.name, json.dumps(compared[peer.name], indent=1), file=sys.stderr, flush=True)
+                if options.write:  # keep the figures of an interrupted run
+                    options.write.write_text(document(options, compared))
+        print(document(options, compared))
+        return
     model = options.model
     if model is None:
         with urllib.request.urlopen(f"http://{options.host}:{options.port}/v1/models") as listed:

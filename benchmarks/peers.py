@@ -131,6 +131,7 @@ class Quire(Peer):
         command = [str(self.place), "serve", str(model), *dtype.get(precision, [])]
         command += ["--max-model-len", str(MAX_TOKENS), "--spec-method", "none"]
         config = json.loads((model.parent / "bfloat16" / "config.json").read_text())
+        config = config.get("text_config", config)
         numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
         cache = _SLOTS * _SLOT_TOKENS * numbers * (4 if precision == "f32" else 2)
         command += ["--kv-cache-memory-bytes", str(cache), "--port", str(port)]
@@ -242,8 +243,9 @@ class LlamaCpp(Peer):
             return target
         return self.convert(source, kind, target)
 
-    def convert(self, source: Path, kind: str, target: Path) -> Path:
-        """Write a checkpoint as `target` in llama.cpp's format: f32, f16 or q8_0."""
+    def convert(self, source: Path, kind: str, target: Path, *arguments: str) -> Path:
+        """Write a checkpoint as `target` in llama.cpp's format: f32, f16, bf16 or q8_0. `arguments` are added to the
+        converter's."""
         part = target.with_suffix(".part")
         script = next((path for root in self._roots() for path in root.rglob("convert_hf_to_gguf.py")), None)
         if script is None:
@@ -254,8 +256,8 @@ class LlamaCpp(Peer):
             f"import sys; sys.path.insert(0, {str(script.parent)!r}); import convert_hf_to_gguf as c; "
             "from conversion import base; base.TextModel.get_vocab_base_pre = lambda *_: 'qwen2'; c.main()"
         )
-        arguments = ["--outtype", kind, "--outfile", str(part), str(source)]
-        _convert([str(python), "-P", "-c", program, *arguments], target)
+        command = [str(python), "-P", "-c", program, "--outtype", kind, "--outfile", str(part), *arguments, str(source)]
+        _convert(command, target)
         part.rename(target)
         return target
 

@@ -6,13 +6,14 @@ import json
 import random
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 VOCABULARY = 32_000
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_QUIET = 0.05
+_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+QUIET = 0.05
 """Scale of the embeddings of tokens that must not be generated; with tied embeddings it scales their logits too."""
 
 
@@ -69,7 +70,7 @@ def make_checkpoint(shape: Shape, cache: Path) -> Path:
         return folder
     print(f"creating {folder}: random weights in the shape of {shape.name}", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    quiet = _write_tokenizer(folder)
+    quiet = write_tokenizer(folder)
     write_config(shape, folder)
     _write_weights(shape, folder, quiet)
     (folder / "complete").touch()
@@ -90,9 +91,10 @@ def _texts() -> Iterator[str]:
         yield " ".join(random_words.choices(words, k=1000))
 
 
-def _write_tokenizer(folder: Path) -> list[int]:
-    """A byte-level BPE tokenizer of exactly `VOCABULARY` tokens; returns the ids that must not be generated."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def write_tokenizer(folder: Path, marks: Sequence[str] = (), chat_template: str = _TEMPLATE) -> list[int]:
+    """A byte-level BPE tokenizer of exactly `VOCABULARY` tokens, and of special tokens `marks` behind them; returns the
+    ids that must not be generated."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     built = Tokenizer(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -107,20 +109,21 @@ def _write_tokenizer(folder: Path) -> list[int]:
         ),
     )
     assert built.get_vocab_size() == VOCABULARY, built.get_vocab_size()
+    built.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     built.save(str(folder / "tokenizer.json"))
-    _write_settings(folder)
+    _write_settings(folder, chat_template)
     # Detokenizers delay a token that is not made of complete characters.
     return [i for i in range(VOCABULARY) if not (text := built.decode([i])) or not text.isascii() or not text.strip()]
 
 
-def _write_settings(folder: Path) -> None:
+def _write_settings(folder: Path, chat_template: str = _TEMPLATE) -> None:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 8192,
         "eos_token": SPECIAL[0],
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
-        "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+        "chat_template": chat_template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -218,7 +221,7 @@ def _write_weights(shape: Shape, folder: Path, quiet: list[int]) -> None:
         name: torch.ones(sizes) if is_norm(name) else torch.empty(sizes).normal_(std=0.02, generator=noise)
         for name, sizes in tensor_sizes(shape).items()
     }
-    tensors["model.embed_tokens.weight"][quiet] *= _QUIET
+    tensors["model.embed_tokens.weight"][quiet] *= QUIET
     halved = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     save_file(halved, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer steps, fewer requests")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
     parser.add_argument(
-        "--budget", type=float, default=560, metavar="SECONDS", help="seconds for all parts (default: 560)"
+        "--budget", type=float, default=590, metavar="SECONDS", help="seconds for all parts (default: 590)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from quire.engine.config.resolve import resolve
 from quire.engine.executor import factory
 from quire.engine.executor.base import STEP_TIMEOUT, StepFuture
 from quire.engine.protocol.engine_core import EngineCoreRequest
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.scheduler import Scheduler
@@ -46,10 +47,10 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         """Output tokens of each request so far."""
 
-    def add(self, name: str, prompt: list[int], output: int, **params: Any) -> None:
-        """Add a request with exactly `output` tokens, greedy unless `params` says otherwise."""
+    def add(self, name: str, prompt: list[int], output: int, media: Sequence[MediaItem] = (), **params: Any) -> None:
+        """Add a request with exactly `output` tokens, greedy unless `params` says otherwise; `media` are its images."""
         asked = SamplingParams(**({"temperature": 0.0} | params), max_tokens=output, ignore_eos=True)
-        refusal = self.scheduler.add(EngineCoreRequest(0, name, prompt, asked.for_engine(seed=0)))
+        refusal = self.scheduler.add(EngineCoreRequest(0, name, prompt, asked.for_engine(seed=0), media=[*media]))
         assert refusal is None, refusal
         self.outputs[name] = []
 

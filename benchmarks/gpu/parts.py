@@ -47,13 +47,14 @@ PARTS = (
     Part("sampler", "kernel_rows:sampler", 10, 40),
     Part("quantized", "kernel_rows:quantized", 12, 40),
     Part("model", "model:measure", 45, 110),
+    Part("towers", "towers:check", 40, 90),
     Part("offline", "offline:measure", 60, 120),
     Part("server", "serving:measure", 100, 150),
     Part("ranks", "tokens:ranks", 40, 90),
     Part("transformers", "offline:transformers", 120, 180),
     Part("memory", "memory:check", 150, 900, by_default=False),
 )
-"""About 548 s of 560. A slower machine, or one without compiled kernels, skips the last parts."""
+"""About 588 s of 590. A slower machine, or one without compiled kernels, skips the last parts."""
 
 
 @dataclass

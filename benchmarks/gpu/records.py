@@ -76,6 +76,17 @@ AIMS = {
         higher_is_better=True,
         is_optional=True,
     ),
+    "picture": Aim(
+        "picture of 1,024 × 1,024 at Qwen3-VL-2B's shape: time to the first token",
+        *("ms", "≥ 40 % of the floor", "share"),
+        least=0.4,
+    ),
+    "picture again": Aim(
+        "the same picture again: time to the first token over that of a known text", "×", "≤ 1.2 ×", "value", most=1.2
+    ),
+    "picture beside": Aim(
+        "p99 of a step of 16 streams, pictures beside them over none", "×", "≤ 1.5 ×", "value", most=1.5
+    ),
     "cold start": Aim(
         "8B from local disk to the first token, not in the page cache", "s", "< 20 s", "value", most=20.0
     ),
