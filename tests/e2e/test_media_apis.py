@@ -19,7 +19,7 @@ from quire import LLM, SamplingParams
 from quire.server.http.large_bodies import LARGE_BODY
 from quire.server.text.tokenizer import Tokenizer
 from tests.e2e.serving import Server, serve
-from tests.fakes.vision import answer, write_qwen2_vl
+from tests.fakes.vision import answer, image_features, write_qwen2_vl
 
 pytestmark = pytest.mark.slow
 COUNT = 16
@@ -33,8 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with serve(str(folder), "--device", "cpu", "--dtype", "float32") as server:
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    files = str(tmp_path_factory.mktemp("files"))
+    with serve(str(folder), "--device", "cpu", "--dtype", "float32", "--file-storage-path", files) as server:
         yield server
 
 
@@ -72,6 +73,11 @@ def test_answers_of_all_apis(server: Server, folder: Path, size: tuple[int, int]
         given = content("input_text", {"type": "input_image", "image_url": url})
         made = post("/v1/responses", input=given, max_output_tokens=COUNT)
         assert made["output"][0]["content"][0]["text"] == text
+        form: dict[str, Any] = {"file": ("a.png", base64.b64decode(data)), "purpose": (None, "vision")}
+        uploaded = http.post("/v1/files", files=form).json()["id"]
+        given = content("input_text", {"type": "input_image", "file_id": uploaded})
+        again = post("/v1/responses", input=given, max_output_tokens=COUNT)
+        assert again["output"][0]["content"][0]["text"] == text
         source = {"type": "base64", "media_type": "image/png", "data": data}
         message = post("/v1/messages", messages=content("text", {"type": "image", "source": source}), max_tokens=COUNT)
         assert message["content"][0]["text"] == text
@@ -84,8 +90,11 @@ def test_answers_of_the_python_api(folder: Path) -> None:
     text = {"type": "text", "text": "what?"}
     expected = answer(folder, [{"role": "user", "content": [{"type": "image"}, text]}], [image], COUNT)
     params = SamplingParams(temperature=0, max_tokens=COUNT)
-    with LLM(str(folder), device="cpu", dtype="float32") as llm:
-        for part in ({"type": "image_pil", "image_pil": image}, {"type": "image", "image": np.asarray(image)}):
+    inputs, features = image_features(folder, image)
+    embeds = {"image_embeds": features, "image_grid_thw": inputs["image_grid_thw"]}
+    with LLM(str(folder), device="cpu", dtype="float32", enable_mm_embeds=True) as llm:
+        pixels, given = np.asarray(image), {"type": "image_embeds", "image_embeds": embeds}
+        for part in ({"type": "image_pil", "image_pil": image}, {"type": "image", "image": pixels}, given):
             (made,) = llm.chat([{"role": "user", "content": [part, text]}], params)
             assert made.outputs[0].token_ids == expected, part["type"]
         shown = "<|vision_start|><|image_pad|><|vision_end|>what?"
@@ -93,6 +102,8 @@ def test_answers_of_the_python_api(folder: Path) -> None:
         ids, data = llm.get_tokenizer().encode(prompt, add_special_tokens=False), {"image": image}
         prompts: list[Any] = [{"prompt": prompt}, {"prompt_token_ids": ids}]
         prompts = [{**each, "multi_modal_data": data} for each in prompts]
-        first, second, _ = llm.generate([*prompts, "hello"], params)
+        prompts += [{"prompt": prompt, "multi_modal_data": {"image": embeds}}]
+        first, second, third, _ = llm.generate([*prompts, "hello"], params)
+        assert third.outputs[0].token_ids == expected
         assert first.outputs[0].token_ids == second.outputs[0].token_ids == expected
         assert first.prompt_token_ids == second.prompt_token_ids

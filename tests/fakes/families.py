@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _WINDOWS = {"sliding_window": 24}
 
 _GROWING = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+_PALIGEMMA: dict[str, Any] = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16}
+_PALIGEMMA |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 _PIXTRAL: dict[str, Any] = {
     "vision_config": {
         "model_type": "pixtral",
@@ -429,6 +432,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": _LONG, "original_max_position_embeddings": 64, "max_position_embeddings": 256},
     ),
     "Phi-4-mini, partial rotary": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    "Phi-4-multimodal": (
+        "Phi4MultimodalForCausalLM",
+        {
+            "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2, "crop_size": 28, "patch_size": 14, "image_token_id": 129},
+            "audio_config": {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2}
+            | {"audio_token_id": 130, "depthwise_multiplier": 1, "nemo_conv_channels": 8, "input_size": 8},
+        },
+    ),
     "Gemma": ("GemmaForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
     "Gemma 2": (
         "Gemma2ForCausalLM",
@@ -458,6 +470,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | _WINDOWS,
     ),
+    "PaliGemma": (
+        "PaliGemmaForConditionalGeneration",
+        {
+            "vision_config": _PALIGEMMA,
+            "projection_dim": 48,
+            "tie_word_embeddings": True,
+            # With True, the default, transformers' `generate` is causal for text, but its sdpa without masks is not.
+            "text_config": SIZES
+            | {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": True}
+            | {"use_bidirectional_attention": False},
+        },
+    ),
+    "PaliGemma 2": (
+        "PaliGemmaForConditionalGeneration",
+        {
+            "vision_config": _PALIGEMMA,
+            "projection_dim": 48,
+            "tie_word_embeddings": True,
+            "text_config": SIZES
+            | {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
+            | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sliding_window": 16},
+        },
+    ),
     "Gemma 3 with a vision part": (
         "Gemma3ForConditionalGeneration",
         {
@@ -482,9 +517,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3nForCausalLM",
         _GEMMA3N | {"altup_active_idx": 1, "altup_num_inputs": 3, "altup_correct_scale": False},
     ),
-    "Gemma 3n with a vision part": (
+    "Gemma 3n, its text part": (
         "Gemma3nForConditionalGeneration",
-        {"text_config": SIZES | _GEMMA3N, "tie_word_embeddings": True},
+        {"text_config": SIZES | _GEMMA3N, "tie_word_embeddings": True, "vision_config": {}},
     ),
     "RecurrentGemma": (
         "RecurrentGemmaForCausalLM",
@@ -904,6 +939,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "ERNIE 4.5 VL": (
+        "Ernie4_5_VLMoeForConditionalGeneration",
+        {
+            "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2},
+            "text_config": SIZES
+            | {"moe_intermediate_size": [24, 16], "moe_num_experts": 8, "moe_k": 2}
+            | {"rope_parameters": {**_PLAIN, "mrope_section": [2, 2, 2]}},
+            "tie_word_embeddings": True,
+        },
+    ),
     "DeepSeek-OCR 2": (
         "DeepseekOcr2ForConditionalGeneration",
         {
@@ -1100,12 +1145,15 @@ MODELS = {
     "GraniteForCausalLM": "Granite 3",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
+    "Phi4MultimodalForCausalLM": "Phi-4-multimodal in transformers' format, for text",
+    "Phi4MMForCausalLM": "Phi-4-multimodal, for text",
     "GemmaForCausalLM": "Gemma",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3, text (270M, 1B)",
     "Gemma3ForConditionalGeneration": "Gemma 3 (4B, 12B, 27B)",
+    "PaliGemmaForConditionalGeneration": "PaliGemma; PaliGemma 2 (224 and 448 pixels)",
     "Gemma3nForCausalLM": "Gemma 3n, text",
-    "Gemma3nForConditionalGeneration": "Gemma 3n (E2B, E4B), for text",
+    "Gemma3nForConditionalGeneration": "Gemma 3n (E2B, E4B)",
     "Gemma4ForCausalLM": "Gemma 4, text",
     "Gemma4ForConditionalGeneration": "Gemma 4 (E2B, E4B, 26B-A4B, 31B)",
     "RecurrentGemmaForCausalLM": "RecurrentGemma 2B, 9B",
@@ -1154,6 +1202,9 @@ MODELS = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 and 3.6 MoE",
     "Granite4VisionForConditionalGeneration": "Granite Vision 4",
     "HunYuanVLForConditionalGeneration": "Hunyuan VL, HunyuanOCR",
+    "Ernie4_5_VLMoeForConditionalGeneration": "ERNIE 4.5 VL 28B-A3B",
+    "DeepseekOCRForCausalLM": "DeepSeek-OCR",
+    "DeepseekOCR2ForCausalLM": "DeepSeek-OCR 2",
     "DeepseekOcr2ForConditionalGeneration": "DeepSeek-OCR 2 in transformers' format",
     "LlavaForConditionalGeneration": "LLaVA 1.5, Pixtral 12B in transformers' format",
     "LlavaNextForConditionalGeneration": "LLaVA 1.6, Granite Vision 3",
@@ -1240,8 +1291,18 @@ _TEXT01_AS_PUBLISHED = {
     "layernorm_mlp_beta": 1.0,
 }
 
+_OCR_AS_PUBLISHED = {
+    "model_type": "deepseek_vl_v2",
+    "language_config": SIZES
+    | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2}
+    | {"first_k_dense_replace": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "use_mla": False}
+    | {"kv_lora_rank": None, "q_lora_rank": None, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": 0},
+}
+"""Without a tower."""
+
 RENAMED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "MiMo": ("MiMoForCausalLM", "Qwen2ForCausalLM", {}, {"model_type": "mimo", "attention_bias": True}),
+    "Phi-4-multimodal as published": ("Phi4MMForCausalLM", "Phi3ForCausalLM", {}, {"model_type": "phi4mm"}),
     "InternLM2": ("InternLM2ForCausalLM", "LlamaForCausalLM", {}, {"model_type": "internlm2", "bias": False}),
     "InternLM2, biases": ("InternLM2ForCausalLM", "LlamaForCausalLM", {"attention_bias": True}, {"bias": True}),
     "Kimi K2.5 as published": (
@@ -1273,6 +1334,18 @@ RENAMED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "Step3p7ForConditionalGeneration",
         CASES["Step 3.7"][1],
         SIZES | _STEP | _STEP_AS_PUBLISHED | {"model_type": "step3p5"},
+    ),
+    "DeepSeek-OCR": (
+        "DeepseekOCRForCausalLM",
+        "DeepseekOcr2ForConditionalGeneration",
+        CASES["DeepSeek-OCR 2"][1],
+        _OCR_AS_PUBLISHED,
+    ),
+    "DeepSeek-OCR 2 as published": (
+        "DeepseekOCR2ForCausalLM",
+        "DeepseekOcr2ForConditionalGeneration",
+        CASES["DeepSeek-OCR 2"][1],
+        _OCR_AS_PUBLISHED,
     ),
     "Falcon 7B of RefinedWeb": (
         "RWForCausalLM",
@@ -1334,6 +1407,9 @@ def write_renamed(case: str, folder: Path) -> Any:
         tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(3, 5)
     elif architecture == "KimiK25ForConditionalGeneration":
         config = written | {"text_config": written["text_config"] | {"model_type": "kimi_k2"}}
+    elif architecture == "Phi4MMForCausalLM":
+        tensors = {re.sub(r"_proj\.weight$", "_proj.base_layer.weight", name): each for name, each in tensors.items()}
+        tensors["model.layers.0.mlp.down_proj.lora_A.vision.weight"] = torch.zeros(3, 5)
     elif architecture == "Glm5NextForCausalLM":
         tensors = {name.replace("model.language_model.", "model."): each for name, each in tensors.items()}
     elif architecture == "InternLM2ForCausalLM":
@@ -1427,7 +1503,7 @@ def stack_experts(folder: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-_STARTS_AT_0 = ("DeepseekV4ForCausalLM", "Glm5NextForConditionalGeneration")
+_STARTS_AT_0 = ("DeepseekV4ForCausalLM", "Glm5NextForConditionalGeneration", "Ernie4_5_VLMoeForConditionalGeneration")
 """Architectures whose corrections of the choice of experts start at 0."""
 _START_AT_0 = (
     "rel_pos_h",
@@ -1480,10 +1556,12 @@ def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> An
 
 
 def _name_as_part(architecture: str, settings: dict[str, Any], folder: Path) -> None:
-    """Rewrite the folder as the text part of a model that transformers has."""
+    """Rewrite the folder as the text part of a model that transformers has. Its config.json has no other, whose tensors
+    are not there, either."""
     import transformers
 
     config = getattr(transformers, architecture).config_class(**settings).to_dict() | {"architectures": [architecture]}
+    config |= {"vision_config": None, "audio_config": None}
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / "model.safetensors"
     tensors = {name.replace("model.", "model.language_model.", 1): each for name, each in load_file(path).items()}

@@ -23,6 +23,10 @@ def media_spec(image_token_id: int | None, video_token_id: int | None = None) ->
     return MediaSpec(tower=TowerSpec(hidden_size=8), image_token_id=image_token_id, video_token_id=video_token_id)
 
 
+TEXT = "hi"
+"""The file with the id `text`."""
+
+
 class FakeLoader:
     """Takes the place of `MediaClient`. `make` returns an item's text; URLs with `missing` cannot be fetched, with
     `down` not now, and with `slow` not ever. A document has two pages.
@@ -46,6 +50,8 @@ class FakeLoader:
         await asyncio.sleep(0)
         items = []
         for source in sources:
+            if source.file_id == "text":
+                continue
             if "down" in source.url:
                 raise MediaUnavailable("images and videos cannot be loaded now")
             if "slow" in source.url:
@@ -65,8 +71,9 @@ class FakeLoader:
         lease = f"lease {len(self.owners)}"
         self.leases.add(lease)
         has_documents = any(source.is_document for source in sources)
-        counts = tuple(1 + source.is_document for source in sources) if has_documents else ()
-        return LoadedMedia(tuple(items), lease, counts)
+        texts = tuple(TEXT if source.file_id == "text" else None for source in sources)
+        counts = tuple(0 if text else 1 + source.is_document for source, text in zip(sources, texts, strict=True))
+        return LoadedMedia(tuple(items), lease, counts if has_documents else (), texts if any(texts) else ())
 
     async def adopt(self, lease: str) -> None:
         assert lease in self.leases

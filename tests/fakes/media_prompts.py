@@ -1,4 +1,4 @@
-"""Prompts with pictures and videos for tiny random models of Qwen's families and Gemma 3, and transformers' answers."""
+"""Prompts with pictures and videos for tiny random models of Qwen's and Gemma's families, and transformers' answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msgspec import structs
 from torch import Tensor
 
 from quire.engine.protocol.media import MediaArray, MediaData, MediaItem, MediaRun
-from tests.fakes.families import SIZES, name_as_published, write_model
+from tests.fakes.families import CASES, SIZES, name_as_published, write_model
 
 IMAGE, VIDEO = 120, 121
 """Token ids."""
@@ -40,6 +40,14 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": _VISION | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
         },
     ),
+    "Qwen3-VL MoE": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": _TEXT
+            | {"head_dim": 12, "moe_intermediate_size": 20, "num_experts": 8, "num_experts_per_tok": 2},
+            "vision_config": _VISION | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+        },
+    ),
     "Qwen3.5": (
         "Qwen3_5ForConditionalGeneration",
         {
@@ -58,6 +66,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": _VISION | {"image_size": 84, "patch_size": 14},
         },
     ),
+    "ERNIE 4.5 VL": CASES["ERNIE 4.5 VL"],
     "Gemma 3": (
         "Gemma3ForConditionalGeneration",
         {
@@ -66,6 +75,15 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
             | {"num_attention_heads": 2, "image_size": 28, "patch_size": 7, "model_type": "siglip_vision_model"},
             "mm_tokens_per_image": 16,
+        },
+    ),
+    "PaliGemma 2": (
+        "PaliGemmaForConditionalGeneration",
+        {
+            "text_config": SIZES | {"head_dim": 12, "query_pre_attn_scalar": 20, "model_type": "gemma2"},
+            "vision_config": {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2, "image_size": 28, "patch_size": 7, "model_type": "siglip_vision_model"},
+            "projection_dim": 48,
         },
     ),
 }
@@ -78,12 +96,16 @@ def write_media_model(family: str, folder: Path, **text: Any) -> Any:
     settings = settings | {"text_config": settings["text_config"] | text}
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
     model = write_model(name, {**settings, **ids, "tie_word_embeddings": False}, folder)
+    if family == "ERNIE 4.5 VL":  # transformers takes these tokens for text where the model has written them
+        with torch.no_grad():
+            model.lm_head.weight[[IMAGE, VIDEO]] = 0
+        model.save_pretrained(folder)
     name_as_published(name, folder, model)
     return model
 
 
 class Picture(NamedTuple):
-    """Random pixels; the grid is before merging. All pictures of Gemma 3 have one size."""
+    """Random pixels; the grid is before merging. All pictures of Gemma 3 and PaliGemma have one size."""
 
     grid: tuple[int, int, int]
     kind: Literal["image", "video"] = "image"
@@ -128,26 +150,34 @@ def media_prompt(model: Any, parts: Sequence[int | Picture], folder: Path | None
             data = structs.replace(data, path=str(path), content=b"")
         seconds = 1.0 if part.kind == "video" else 0.0  # what transformers takes where nothing is said
         items.append(MediaItem(digest, part.kind, offset, len(token_ids) - offset, tuple(runs), seconds, data))
+    found = {name: torch.cat(each) for name, each in inputs.items()}
     types = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in token_ids]])
-    of_types = "token_type_ids" if "Gemma3" in type(model).__name__ else "mm_token_type_ids"
-    return MediaPrompt(token_ids, items, {name: torch.cat(each) for name, each in inputs.items()} | {of_types: types})
+    name = type(model).__name__
+    if "PaliGemma" not in name:
+        of_types = ["token_type_ids" if "Gemma3" in name else "mm_token_type_ids"]
+        found |= dict.fromkeys(of_types + ["moe_mm_token_type_ids"] * name.startswith("Ernie"), types)
+    elif items:
+        found["token_type_ids"] = torch.zeros_like(types)
+    return MediaPrompt(token_ids, items, found)
 
 
 def _arrays(model: Any, part: Picture) -> tuple[dict[str, Tensor], list[tuple[int, tuple[int, int, int]]], bool]:
     """The arrays of a picture, the length and the grid of each run of its tokens, and whether there is text between
     them."""
     vision, generator = model.config.vision_config, torch.Generator().manual_seed(part.seed + sum(part.grid))
-    if "Gemma3" in type(model).__name__:
+    if "Gemma" in type(model).__name__:
         pixels = torch.randn(1, 3, vision.image_size, vision.image_size, generator=generator)
-        return {"pixel_values": pixels}, [(model.config.mm_tokens_per_image, (0, 0, 0))], False
+        return {"pixel_values": pixels}, [((vision.image_size // vision.patch_size) ** 2, (0, 0, 0))], False
     merge, is_video = vision.spatial_merge_size, part.kind == "video"
     frames, rows, columns = part.grid
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    width = vision.in_channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
     pixels = torch.randn(frames * rows * columns, width, generator=generator)
     names = ("pixel_values_videos", "video_grid_thw") if is_video else ("pixel_values", "image_grid_thw")
     is_split = is_video and type(model).__name__.startswith(("Qwen3VL", "Qwen3_5"))
     grid, count = (1 if is_split else frames, rows // merge, columns // merge), frames if is_split else 1
     arrays = dict(zip(names, (pixels, torch.tensor([part.grid])), strict=True))
+    if is_video:  # ERNIE 4.5 VL merges frames
+        grid = (grid[0] // getattr(vision, "temporal_merge_size", 1), *grid[1:])
     return arrays, [(grid[0] * grid[1] * grid[2], grid)] * count, is_split
 
 

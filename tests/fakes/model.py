@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from quire.engine.architecture.media_spec import TowerSpec
 from quire.engine.config.engine_config import KVCacheGroup
 from quire.engine.protocol.logprobs import PromptLogprobs
 from quire.engine.protocol.media import MediaItem
@@ -61,6 +62,8 @@ class Row:
     """The drafts that were made at the end of the last step."""
     last_step: int = -1
     media: Sequence[MediaItem] = ()
+    joined: tuple[int, ...] = ()
+    """The prompt, whose tokens attend to each other in both directions; empty: they do not."""
     histories: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By group of layers: the number (see `FakeModel.numbers`) of each computed token."""
 
@@ -80,17 +83,21 @@ class FakeModel:
     blocks_per_page: int = 1
     max_features: int = 0
     """Features of images that it may keep."""
-    tower_sublayers: int = 1
+    tower: TowerSpec | None = None
     computed: dict[int, float] = field(default_factory=dict)
-    """By step: the features that it computed; of items that it did not complete, the same share as of the layers."""
+    """By step: the features that it computed; of items that it did not complete, the same share as of its steps."""
     is_bidirectional: bool = False
     """Whether the tokens of a run attend to each other in both directions."""
+    joins_prompt: bool = False
+    """Whether those of a prompt with items do."""
+    prompts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """The numbers of these prompts, on each of which all its KV depends."""
     damaged: set[bytes] = field(default_factory=set)
     """Digests of the items that it cannot encode."""
     features: dict[bytes, int] = field(default_factory=dict)
     """By digest: how many features of an item it keeps."""
     parts: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    """By digest: how many features an item has whose first layers have run, and the number of these."""
+    """By digest: how many features an item has whose first steps have run, and the number of these."""
     rows: dict[int, Row] = field(default_factory=dict)
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     """(number of the token before, or of the group for the first; token) → number: it stands for all tokens so far."""
@@ -134,6 +141,8 @@ class FakeModel:
             assert all(item.data is None for item in new.media)
             tokens = with_features(new.token_ids, [item for item in new.media if item.digest not in self.damaged])
             row = Row(tokens, list(new.block_ids), new.num_computed_tokens, media=new.media)
+            if self.joins_prompt and new.media:
+                row.joined = tuple(tokens[: new.num_prompt_tokens])
             if new.params.prompt_logprobs is not None:
                 assert min(new.num_computed_tokens, new.num_prompt_tokens - 1) <= new.num_scored_tokens
                 row.score_from, row.score_until = new.num_scored_tokens, new.num_prompt_tokens - 1
@@ -145,7 +154,7 @@ class FakeModel:
     def _encode(self, media: MediaPlan, failures: dict[bytes, str]) -> float:
         computed = 0.0
         for item in media.encoded:
-            if item.digest in self.damaged:  # as soon as its first layers run
+            if item.digest in self.damaged:  # as soon as its first steps run
                 if item.data is not None:
                     assert item.digest not in self.features, "it is encoded again"
                     failures[item.digest] = DAMAGED
@@ -154,14 +163,16 @@ class FakeModel:
             assert (item.data is None) == (item.digest in self.parts), "it is begun again, or was not begun"
             assert item.digest not in self.features, "it is encoded again"
             _, done = self.parts.pop(item.digest, (0, 0))
-            layers = self.tower_sublayers - done
-            if media.num_sublayers is not None and item is media.encoded[-1]:
-                assert 0 < media.num_sublayers < layers
-                layers = media.num_sublayers
-                self.parts[item.digest] = item.num_features, done + layers
+            assert self.tower is not None
+            total = self.tower.num_steps(item.num_features, "cpu")
+            steps = total - done
+            if media.num_steps is not None and item is media.encoded[-1]:
+                assert 0 < media.num_steps < steps
+                steps = media.num_steps
+                self.parts[item.digest] = item.num_features, done + steps
             else:
                 self.features[item.digest] = item.num_features
-            computed += layers / self.tower_sublayers * item.num_features
+            computed += steps / total * item.num_features
         assert sum(self.features.values()) + sum(size for size, _ in self.parts.values()) <= self.max_features
         return computed
 
@@ -235,6 +246,7 @@ class FakeModel:
         assert scheduled.num_tokens > 0
         end = row.computed + scheduled.num_tokens
         assert end == len(row.tokens) + len(row.drafts) or (end < len(row.tokens) and not row.drafts)
+        assert row.computed >= len(row.joined) or end >= len(row.joined), "a row ends inside a prompt that is one run"
         for item in row.media:
             for run in item.runs:
                 start, stop = item.offset + run.start, item.offset + run.start + run.length
@@ -248,7 +260,10 @@ class FakeModel:
         for group, kind in enumerate(self.groups if self.num_blocks else ()):
             history = row.histories[group]
             for token in [*row.tokens, *row.drafts][len(history) : end]:
-                before = history[-1] if history else -1 - group
+                first = -1 - group
+                if row.joined:
+                    first -= len(self.groups) * (1 + self.prompts.setdefault(row.joined, len(self.prompts)))
+                before = history[-1] if history else first
                 history.append(self.numbers.setdefault((before, token), len(self.numbers)))
             for position in range(row.computed, end) if not kind.is_state else ():
                 block = self._block(row, position // self.block_size, group)

@@ -26,7 +26,6 @@ from quire.engine.layers.batch import Batch, KVBlocks
 from quire.engine.layers.compressed import compressed_cache
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.build import load_model
-from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.protocol.media import MediaItem
 from quire.engine.worker.media_rows import MediaRows
@@ -96,7 +95,7 @@ def logits(
         decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)
         own_batch = batch
         if media and stage == 0:
-            assert isinstance(decoder, Decoder)
+            assert not isinstance(decoder, Encoder)
             assert decoder.tower is not None
             own_batch = replace(batch, media_features=torch.cat([decoder.tower(*each) for each in media]))
         caches: list[LayerCache] = []

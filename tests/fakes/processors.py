@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from PIL import ImageFont
+
 from tests.fakes import tokenizers
 
 _QWEN = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
@@ -18,6 +20,7 @@ _LLAVA = {"vision_feature_select_strategy": "default", "patch_size": 14, "num_ad
 _GEMMA = {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
 _GLM = {"image_token": "<|image|>", "video_token": "<|video|>"}
 _GLM_SIZE = {"size": {"shortest_edge": 112 * 112, "longest_edge": 112 * 112 * 6}}
+_COLQWEN = {"visual_prompt_prefix": "<|image_pad|>?", "query_prefix": "Q: "}
 _IDEFICS = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
 _IDEFICS_TOKENS = {
     "image_token": "<image>",
@@ -28,6 +31,7 @@ _IDEFICS_TOKENS = {
 
 FAMILIES: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLImageProcessor", {"max_pixels": 28 * 28 * 16}, {}, _QWEN),
+    "colqwen2": ("ColQwen2Processor", "Qwen2VLImageProcessor", {"max_pixels": 28 * 28 * 16}, _COLQWEN, _QWEN),
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", {"max_pixels": 28 * 28 * 16}, {}, _QWEN),
     "qwen3_vl": (
         "Qwen3VLProcessor",
@@ -44,6 +48,20 @@ FAMILIES: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str,
         {"size": _SQUARE},
         {"image_seq_length": 4},
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+    ),
+    "paligemma": (
+        "PaliGemmaProcessor",
+        "SiglipImageProcessor",
+        {"size": _SQUARE, "image_seq_length": 4},
+        {},
+        {**_IMAGE, "bos_token": "<bos>"},
+    ),
+    "colpali": (
+        "ColPaliProcessor",
+        "SiglipImageProcessor",
+        {"size": _SQUARE, "image_seq_length": 4},
+        {"visual_prompt_prefix": "Read this.", "query_prefix": "Q: "},
+        {**_IMAGE, "bos_token": "<bos>"},
     ),
     "gemma3n": (
         "Gemma3nProcessor",
@@ -95,7 +113,13 @@ FAMILIES: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str,
         },
     ),
     "idefics3": ("Idefics3Processor", "Idefics3ImageProcessor", _IDEFICS, {"image_seq_len": 4}, _IDEFICS_TOKENS),
-    "smolvlm": ("SmolVLMProcessor", "SmolVLMImageProcessor", _IDEFICS, {"image_seq_len": 4}, _IDEFICS_TOKENS),
+    "smolvlm": (
+        "SmolVLMProcessor",
+        "SmolVLMImageProcessor",
+        {**_IDEFICS, "video_sampling": {"fps": 2, "max_frames": 5, "video_size": {"longest_edge": 28}}},
+        {"image_seq_len": 4},
+        {**_IDEFICS_TOKENS, "video_token": "<video>"},
+    ),
     "mistral3": (
         "PixtralProcessor",
         "PixtralImageProcessor",
@@ -169,6 +193,37 @@ FAMILIES: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str,
         {},
         _IMAGE,
     ),
+    "ernie4_5_vl_moe": (
+        "Ernie4_5_VLMoeProcessor",
+        "Ernie4_5_VLMoeImageProcessor",
+        {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}},
+        {
+            "video_processor": {
+                "size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 16},
+                "font": "Roboto-Regular.ttf",
+                "draw_on_frames": True,
+                "min_frames": 4,
+            }
+        },
+        {
+            **{f"{kind}_token": f"<|{kind}|>" for kind in ("image", "video")},
+            **{f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind in ("image", "video") for end in ("start", "end")},
+        },
+    ),
+    "deepseek_ocr": (
+        "DeepseekVLV2Processor",
+        "",
+        {},
+        {"size": {"height": 128, "width": 128}, "tile_size": 64, "image_mean": [0.5] * 3, "downsample_ratio": 4},
+        _IMAGE,
+    ),
+    "deepseek_ocr2 as published": (
+        "DeepseekVLV2Processor",
+        "",
+        {},
+        {"size": {"height": 128, "width": 128}, "tile_size": 64},
+        _IMAGE,
+    ),
     "granite4_vision": (
         "Granite4VisionProcessor",
         "LlavaNextImageProcessor",
@@ -195,10 +250,48 @@ FAMILIES: Mapping[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str,
         {},
         {"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"},
     ),
+    "got_ocr2": (
+        "GotOcr2Processor",
+        "GotOcr2ImageProcessor",
+        {"size": {"height": 128, "width": 128}},
+        {},
+        {"image_token": "<imgpad>", "start_token": "<img>", "end_token": "</img>"},
+    ),
+    "janus": (
+        "JanusProcessor",
+        "JanusImageProcessor",
+        {"size": _SQUARE},
+        {"num_image_tokens": 16},
+        {"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},
+    ),
+    "vipllava": (
+        "LlavaProcessor",
+        "CLIPImageProcessor",
+        {"size": {"shortest_edge": 28}, "crop_size": _SQUARE},
+        {**_LLAVA, "patch_size": 7},
+        _IMAGE,
+    ),
+    "video_llama_3": (
+        "VideoLlama3Processor",
+        "VideoLlama3ImageProcessor",
+        {"max_pixels": 28 * 28 * 16, "min_pixels": 28 * 28 * 4},
+        {},
+        {"image_token": "<image>"},
+    ),
+    "ovis2": (
+        "Ovis2Processor",
+        "Ovis2ImageProcessor",
+        {"size": _SQUARE, "crop_to_patches": True, "max_patches": 4},
+        {"image_seq_length": 4},
+        _IMAGE | {mark: f"<IMG_{mark}>" for mark in ("START", "ATOM", "GRID", "COL", "ROW", "END")},
+    ),
 }
 """By model type: the classes of processor and image processor, the settings of the image processor and of the
 processor, and the tokenizer's tokens.
 """
+
+PUBLISHED = {"deepseek_ocr": "DeepseekOCRForCausalLM", "deepseek_ocr2 as published": "DeepseekOCR2ForCausalLM"}
+"""Families whose folders have no processor that transformers knows, and their architectures."""
 
 
 def write_processor(family: str, folder: Path) -> Path:
@@ -208,12 +301,18 @@ def write_processor(family: str, folder: Path) -> Path:
     built.add_special_tokens(sorted(tokens.values()))
     built.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": tokens, "pad_token": "<|im_end|>"}
+    model: dict[str, Any] = {"model_type": family}
+    if family in PUBLISHED:
+        model = {"model_type": "deepseek_vl_v2", "architectures": [PUBLISHED[family]]}
     files = {
         "tokenizer_config.json": config,
-        "config.json": {"model_type": family},
+        "config.json": model,
         "preprocessor_config.json": {"image_processor_type": image_name, "processor_class": name, **image_settings},
         "processor_config.json": {"processor_class": name, **settings},
     }
+    if family == "ernie4_5_vl_moe":
+        font: Any = ImageFont.load_default(8)
+        (folder / "Roboto-Regular.ttf").write_bytes(font.font_bytes)
     for file, content in files.items():
         (folder / file).write_text(json.dumps(content))
     return folder

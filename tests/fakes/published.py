@@ -115,6 +115,9 @@ MODELS = {
     "Qwen3-235B-A22B-NVFP4": Published(235_093_634_560, quantization="modelopt"),
     "Qwen3-Coder-480B-A35B-Instruct": Published(480_154_875_392),
     "Qwen3-Next-80B-A3B-Instruct": Published("80B"),
+    "ERNIE-4.5-VL-28B-A3B-PT": Published("28B"),
+    "DeepSeek-OCR": Published(3_336_106_240 - 1024 * 3 * 14**2, length=8192, has_tower=True),  # CLIP's own patches
+    "DeepSeek-OCR-2": Published(3_389_119_360, has_tower=True),
     "Qwen3-VL-4B-Instruct": Published(4_437_815_808, has_tower=True),
     "Qwen3.5-27B": Published("27B"),
     "Qwen3.5-35B-A3B": Published("35B"),

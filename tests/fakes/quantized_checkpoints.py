@@ -324,10 +324,11 @@ _LINEAR = re.compile(
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
-def quantize(folder: Path, name: str, transposed: bool = False, outer: bool = False) -> None:
+def quantize(folder: Path, name: str, transposed: bool = False, outer: bool = False, skipped: str = "") -> None:
     """Quantize a checkpoint: the numbers that it stands for are written to `folder / "whole"`.
 
     `transposed`: its weights are `[in, out]`, which quantized ones never are. `outer`: embedding and head, too.
+    `skipped` is a module that is left as it is, of a format with `modules_to_not_convert`.
     """
     form, tensors, numbers = FORMATS[name], {}, {}
     settings = form.settings
@@ -336,9 +337,14 @@ def quantize(folder: Path, name: str, transposed: bool = False, outer: bool = Fa
     elif outer:
         lists = {key: each for key, each in settings.items() if isinstance(each, list) and "lm_head" in each}
         settings = settings | {key: [one for one in each if one != "lm_head"] for key, each in lists.items()}
+    if skipped:
+        settings = settings | {"modules_to_not_convert": [skipped]}
     for key, tensor in load_file(folder / "model.safetensors").items():
         pattern = _EXPERTS if name == "mxfp4" else _LINEAR
-        if not pattern.search(key) and not (outer and re.search(r"(lm_head|embed_tokens)\.weight$", key)):
+        is_skipped = bool(skipped) and skipped in key
+        if is_skipped or (
+            not pattern.search(key) and not (outer and re.search(r"(lm_head|embed_tokens)\.weight$", key))
+        ):
             tensors[key] = numbers[key] = tensor
             continue
         own, dequantized = form.pack((tensor.T.contiguous() if transposed else tensor).float())

@@ -32,7 +32,7 @@ class QueuePipeline(Pipeline):
     def send(self, message: Tensor) -> None:
         self._queues[self.stage + 1].put(message.clone())
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, *, is_patient: bool = False) -> Tensor:
         message = self._queues[self.stage].get(timeout=60)
         assert (message.shape, message.dtype) == (shape, dtype)
         return message

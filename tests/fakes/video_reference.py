@@ -19,6 +19,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from PIL import Image
+
+from quire.server.media.video_families import in_words
 
 VERSION = "0.28.0"
 
@@ -48,14 +51,25 @@ def resize(image: torch.Tensor, size: Any, interpolation: InterpolationMode | in
     """As torchvision resizes pictures of bytes on CPUs, with the bicubic filter: without making them floats."""
     flat = image.reshape(-1, *image.shape[-3:])
     assert flat.dtype == torch.uint8
-    assert interpolation in (InterpolationMode.BICUBIC, 3)  # torchvision takes Pillow's number, too
-    resized = torch.nn.functional.interpolate(flat, size=list(size), mode="bicubic", antialias=antialias)
+    # torchvision takes Pillow's numbers, too
+    mode = {InterpolationMode.BICUBIC: "bicubic", 3: "bicubic", InterpolationMode.LANCZOS: "lanczos"}[interpolation]
+    resized = torch.nn.functional.interpolate(flat, size=list(size), mode=mode, antialias=antialias)
     return resized.reshape(*image.shape[:-2], *size)
 
 
 def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -> torch.Tensor:
     """As torchvision's."""
     return (image - torch.as_tensor(mean).view(-1, 1, 1)) / torch.as_tensor(std).view(-1, 1, 1)
+
+
+def to_pil_image(picture: torch.Tensor) -> Image.Image:
+    """As torchvision's, of bytes `[channels, height, width]`."""
+    return Image.fromarray(picture.permute(1, 2, 0).numpy())
+
+
+def pil_to_tensor(picture: Image.Image) -> torch.Tensor:
+    """As torchvision's."""
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 def add_torchvision() -> None:
@@ -75,7 +89,7 @@ def add_torchvision() -> None:
         grayscale_to_rgb=lambda image: image,
         InterpolationMode=InterpolationMode,
     )
-    older = add("torchvision.transforms.functional", pil_to_tensor=None)
+    older = add("torchvision.transforms.functional", pil_to_tensor=pil_to_tensor, to_pil_image=to_pil_image)
     v2 = add("torchvision.transforms.v2", functional=functional)
     transforms = add("torchvision.transforms", v2=v2, functional=older, InterpolationMode=InterpolationMode)
     io = add("torchvision.io")
@@ -99,6 +113,8 @@ def main() -> None:
     import_utils.is_torchvision_available = lambda: True
     import_utils.BACKENDS_MAPPING["torchvision"] = (lambda: True, "")
     video_utils: Any = importlib.import_module("transformers.video_utils")
+    smolvlm: Any = importlib.import_module("transformers.models.smolvlm.processing_smolvlm")
+    smolvlm.num2words = in_words  # the tests do not have the package
     base: Any = importlib.import_module("transformers.video_processing_utils").BaseVideoProcessor
 
     def fetch(self: Any, paths: list[str], sample_indices_fn: Any = None) -> Any:
@@ -111,8 +127,9 @@ def main() -> None:
         processor.get_text_with_replacements = partial(record, processor.get_text_with_replacements, texts)
         options = {"do_sample_frames": True, **case.options}
         found = processor(videos=[case.video], text=[processor.video_token], return_tensors="pt", videos_kwargs=options)
-        if "pixel_values" in found:  # InternVL's name for all of a prompt's frames
-            found["pixel_values_videos"] = found.pop("pixel_values")[None]
+        if "pixel_values" in found:  # InternVL's name for all of a prompt's frames, and SmolVLM's for its videos
+            frames = found.pop("pixel_values")
+            found["pixel_values_videos"] = frames if frames.ndim == 5 else frames[None]
         known = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_position_ids")
         names = [name for name in known if name in found]
         arrays: dict[str, Any] = {name: np.asarray(found[name]) for name in names}

@@ -73,22 +73,40 @@ def write_qwen2_vl(folder: Path, *, tower: Mapping[str, Any] | None = None, **se
     return folder
 
 
+def last_states(folder: Path, text: str, pictures: list[Any]) -> Tensor:
+    """The last hidden states `[tokens, hidden]` of a prompt, by transformers in float32 with its own processor."""
+    import transformers
+
+    inputs, ids = _inputs(folder, text, pictures)
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    types = (ids == model.config.image_token_id).int()
+    with torch.inference_mode():
+        found: Tensor = model.model(ids, mm_token_type_ids=types, **inputs).last_hidden_state[0]
+    return found
+
+
+def image_features(folder: Path, picture: Any) -> tuple[Mapping[str, Tensor], Tensor]:
+    """What transformers' processor makes of a PIL picture, and the tower of that: features [tokens, width]."""
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    images: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    inputs = images([picture], return_tensors="pt")
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return inputs, torch.cat(tuple(model.get_image_features(**inputs).pooler_output))
+
+
 def answer(folder: Path, messages: list[dict[str, Any]], pictures: list[Any], count: int) -> list[int]:
     """transformers' greedy answer in float32 to a conversation with these PIL pictures, by its own processor."""
     import transformers
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     torch.set_num_threads(1)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    inputs: dict[str, Tensor] = {}
-    if pictures:
-        images: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)(pictures, return_tensors="pt")
-        inputs = {"pixel_values": images["pixel_values"], "image_grid_thw": images["image_grid_thw"]}
-        counts = iter((images["image_grid_thw"].prod(-1) // 4).tolist())
-        first, *others = text.split("<|image_pad|>")
-        text = first + "".join("<|image_pad|>" * next(counts) + each for each in others)
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    inputs, ids = _inputs(folder, text, pictures)
     model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -103,3 +121,19 @@ def answer(folder: Path, messages: list[dict[str, Any]], pictures: list[Any], co
     )
     found: list[int] = made[0, ids.shape[1] :].tolist()
     return found
+
+
+def _inputs(folder: Path, text: str, pictures: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """What a model takes for a prompt with these pictures: arrays, and token ids `[1, tokens]`."""
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    inputs: dict[str, Tensor] = {}
+    if pictures:
+        images: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)(pictures, return_tensors="pt")
+        inputs = {"pixel_values": images["pixel_values"], "image_grid_thw": images["image_grid_thw"]}
+        counts = iter((images["image_grid_thw"].prod(-1) // 4).tolist())
+        first, *others = text.split("<|image_pad|>")
+        text = first + "".join("<|image_pad|>" * next(counts) + each for each in others)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    return inputs, tokenizer(text, return_tensors="pt")["input_ids"]

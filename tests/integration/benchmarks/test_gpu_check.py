@@ -172,6 +172,15 @@ def test_the_model_has_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_towers_have_checks_and_rows(tmp_path: Path) -> None:
+    towers = module("gpu.towers")
+    rows, wrong = found(towers.check, tmp_path)
+    assert set(rows) == {"picture", "picture again", "picture beside"}
+    assert wrong == []
+    assert 0 < rows["picture"].floor < rows["picture"].value
+
+
+@pytest.mark.slow
 def test_throughput_without_http(tmp_path: Path) -> None:
     row = found(module("gpu.offline").measure, tmp_path)[0]["offline"]
     assert row.formula.startswith("8 requests of 16 in, 8 out in ")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from quire.engine.config.plan_text import plan_text
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.models.transformers_backend import describe
 from quire.engine.protocol.errors import ConfigError
-from tests.fakes.families import write_model
+from tests.fakes.families import CASES, name_as_published, write_model
 from tests.fakes.model_logits import check_logits, configure, logits
 from tests.fakes.quantized_checkpoints import E2M1
 from tests.integration.engine.checkpoints.test_quantized import (
@@ -34,6 +35,7 @@ from tests.integration.engine.checkpoints.test_quantized import (
     packed_bytes,
     whole_model,
 )
+from tests.integration.engine.models.test_towers import item_of
 
 _LINEAR = re.compile(r"\.(\w*proj|c_attn|c_fc|query_key_value|\w*dense\w*|kv_a_proj_with_mqa)(\.weight)?$")
 
@@ -116,6 +118,27 @@ def test_transformers_implementation_rounds_the_checkpoints_tensors(
     check_logits(model, [configured(tmp_path, tp, 1, False, **options) for tp in (1, 2)], tolerance=1e-3)
     loaded, planned, _ = packed_bytes(tmp_path, **options)
     assert abs(loaded - planned) <= 0.05 * planned
+
+
+def test_experts_for_media_are_quantized(tmp_path: Path) -> None:
+    """Like those for text; the tower stays as it is."""
+    architecture, settings = CASES["ERNIE 4.5 VL"]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 6, 4]}
+    text = settings["text_config"] | _SIZES | {"moe_intermediate_size": [64, 32], "rope_parameters": rope}
+    ids = {"image_start_token_id": 7, "image_token_id": 120, "image_end_token_id": 8, "tie_word_embeddings": False}
+    model = write_model(architecture, {**settings, **ids, "text_config": text}, tmp_path)
+    name_as_published(architecture, tmp_path, model)
+    numbers, whole = load_file(tmp_path / "model.safetensors"), tmp_path / "whole"
+    for name in [name for name in numbers if name.startswith("model.layers.") and _LINEAR.search(name)]:
+        numbers[name] = fp8(numbers[name])
+    whole.mkdir()
+    (whole / "config.json").write_text((tmp_path / "config.json").read_text())
+    save_file(numbers, whole / "model.safetensors", {"format": "pt"})
+    arrays, item = item_of(model, (1, 4, 6), "image")
+    tokens, media = torch.tensor([5, 6, 7, *[120] * 6, 8, 9, 10]), [(arrays, structs.replace(item, offset=3))]
+    expected = logits(configure(whole, max_model_len=64), tokens, Parallel(), media=media)
+    config = configure(tmp_path, max_model_len=64, quantization="fp8")
+    assert (logits(config, tokens, Parallel(), media=media) - expected).norm() <= 1e-3 * expected.norm()
 
 
 def test_weights_take_the_bytes_that_are_planned(tmp_path: Path) -> None:

@@ -341,6 +341,16 @@ def test_gptq_takes_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "encoders such as BertModel are not supported" in capsys.readouterr().err
 
 
+def test_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
+    """The tensors of its quantized weights have the names of its other ones."""
+    folder, out = tmp_path / "plain", tmp_path / "out"
+    families.write("LLaVA", folder)
+    assert main(["quantize", str(folder), str(out), "--scheme", "w8a8"]) == 0
+    tokens = torch.randint(0, 100, (20,), generator=torch.Generator().manual_seed(1))
+    expected, found = (logits(configure(each, max_model_len=64), tokens, Parallel()) for each in (folder, out))
+    assert (found - expected).norm() <= 0.1 * expected.norm()
+
+
 @pytest.mark.parametrize(
     ("case", "stages"),
     [("Zamba2", 1), ("Gemma 3n", 3), ("GLM-5, shared selection", 3), ("Gemma 4, experts", 4), ("DBRX", 4)],

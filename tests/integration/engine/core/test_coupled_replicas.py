@@ -27,11 +27,14 @@ from quire.engine.protocol.engine_core import (
     Probe,
     ToServer,
 )
+from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import ExpertLoad
 from quire.engine.protocol.supervision import Failed, FromProcess, Ready, Shutdown
+from tests.fakes import media_prompts
 from tests.fakes.checkpoints import generate
 from tests.fakes.families import CASES, SIZES, write_model
+from tests.fakes.media_prompts import Picture, media_prompt, write_media_model
 from tests.fakes.model_logits import configure
 from tests.fakes.outputs import each
 
@@ -103,9 +106,15 @@ class Replicas:
         for replica in range(len(self.cores)):
             assert self.reported(replica, Ready) is not None
 
-    def tokens(self, replica_of: list[int], prompts: list[list[int]], count: int = COUNT) -> list[list[int]]:
+    def tokens(
+        self,
+        replica_of: list[int],
+        prompts: list[list[int]],
+        count: int = COUNT,
+        media: list[list[MediaItem]] | None = None,
+    ) -> list[list[int]]:
         """The answers to the prompts, each by its replica."""
-        self.submit(replica_of, prompts, count)
+        self.submit(replica_of, prompts, count, media)
         tokens: list[list[int]] = [[] for _ in prompts]
         open_ = len(prompts)
         while open_:
@@ -117,10 +126,13 @@ class Replicas:
                 open_ -= output.finish_reason is not None
         return tokens
 
-    def submit(self, replica_of: list[int], prompts: list[list[int]], count: int) -> None:
+    def submit(
+        self, replica_of: list[int], prompts: list[list[int]], count: int, media: list[list[MediaItem]] | None = None
+    ) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
         for number, (replica, prompt) in enumerate(zip(replica_of, prompts, strict=True)):
-            self.send(replica, EngineCoreRequest(0, str(number), prompt, params))
+            items = [] if media is None else media[number]
+            self.send(replica, EngineCoreRequest(0, str(number), prompt, params, media=items))
 
     def deaths(self) -> dict[int, str]:
         """The reasons that cores have reported for their end."""
@@ -220,6 +232,23 @@ def test_tokens_are_those_of_one_rank(
         for replica in range(2):
             them.shut_down(replica)
         assert [core.wait(20) for core in them.cores] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "all2all"),
+    [("Qwen3-VL MoE", 1, "all_to_all"), ("ERNIE 4.5 VL", 2, "allgather_reducescatter")],
+)
+def test_answers_about_pictures_are_those_of_transformers(family: str, tp: int, all2all: Any, tmp_path: Path) -> None:
+    """Steps end inside pictures, while the other replica has text, another picture or nothing."""
+    (folder := tmp_path / "model").mkdir()
+    model = write_media_model(family, folder)
+    layouts: list[list[int | Picture]] = [[5, Picture((1, 8, 6)), 30], [9], [2, Picture((1, 8, 6), seed=1), 4]]
+    prompts = [media_prompt(model, parts, folder, seed) for seed, parts in enumerate(layouts)]
+    tokens, media = [each.token_ids for each in prompts], [each.items for each in prompts]
+    case = Case(folder, tokens, [media_prompts.generate(model, each, COUNT) for each in prompts])
+    with replicas(config_of(case, tp, 1), tmp_path, 2, ExpertParallelConfig(all2all_backend=all2all)) as them:
+        for replica_of in ([0] * 3, [0, 0, 1], [1, 0, 0]):
+            assert them.tokens(replica_of, tokens, COUNT, media) == case.expected
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.drafts import Always, Guesser
 from tests.fakes.media_prompts import MediaPrompt, Picture, generate, media_prompt, write_media_model
+from tests.fakes.quantized_checkpoints import quantize
 from tests.fakes.sentence import write_modules
 
 COUNT = 64
@@ -30,9 +31,20 @@ LAYOUTS: list[tuple[int, list[int | Picture]]] = [
     (3, [2, CLIP, 3, PICTURE, 2]),
 ]
 """Seeds of the text, and parts."""
-WITHOUT_VIDEOS = ("GLM-4.1V", "Gemma 3")
+WITHOUT_VIDEOS = ("GLM-4.1V", "Gemma 3", "PaliGemma 2")
 """In transformers, a prompt for GLM-4.1V cannot have both pictures and videos."""
 SLOW = pytest.mark.slow
+PARAMS = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+SITUATIONS = ("whole", "in chunks", "cached", "preempted", "guessed")
+
+
+class Layout(NamedTuple):
+    family: str
+    tp: int = 1
+    partition: str | None = None
+    weights: str = ""
+    """Of the decoder: int8 when it is loaded, or fp8 in the checkpoint."""
+    spreads_experts: bool = False
 
 
 class Case(NamedTuple):
@@ -43,13 +55,20 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    family, tp, partition = request.param
+    layout: Layout = request.param
+    family, tp, partition, weights, spreads_experts = layout
     folder = tmp_path_factory.mktemp("model")
-    text = {"sliding_window": 24} if family == "Gemma 3" else {}
+    windows = {"Gemma 3": 24, "PaliGemma 2": 60}
+    text = {"sliding_window": windows[family]} if family in windows else {}
     model = write_media_model(family, folder, **text)
+    if weights == "fp8":
+        quantize(folder, "fp8", skipped="visual")
+        model = type(model).from_pretrained(folder / "whole", dtype=torch.float32).train(False)
     layouts = [
         (seed, [part for part in parts if family not in WITHOUT_VIDEOS or part != CLIP]) for seed, parts in LAYOUTS
     ]
+    if family == "PaliGemma 2":  # blocks of a joined prompt depend on all of it, so only a whole one can be found again
+        layouts.append(layouts[1])
     prompts = [media_prompt(model, parts, folder, seed) for seed, parts in layouts]
     config = resolve(
         EngineOptions(
@@ -59,6 +78,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             tensor_parallel_size=tp,
             pipeline_parallel_size=1 if partition is None else 2,
             pipeline_layer_partition=partition,
+            enable_expert_parallel=spreads_experts,
+            quantization="int8" if weights == "int8" else None,
             block_size=4,
             max_model_len=160,
             max_num_seqs=8,
@@ -66,33 +87,62 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         )
     )
     with Ranks(config) as ranks:
-        yield Case(prompts, [generate(model, prompt, COUNT) for prompt in prompts], ranks)
+        if weights == "int8":  # inputs of layers are rounded, too, as transformers' are not
+            alone = {"enable_prefix_caching": False, "max_num_seqs": 1, "max_num_batched_tokens": 200}
+            requests = [(prompt.token_ids, PARAMS) for prompt in prompts]
+            expected = ranks.tokens(requests, media=[prompt.items for prompt in prompts], **alone)
+        else:
+            expected = [generate(model, prompt, COUNT) for prompt in prompts]
+        yield Case(prompts, expected, ranks)
 
 
-def layouts() -> list[Any]:
-    found = []
-    for family in ("Qwen3-VL", "Qwen2-VL", "Qwen2.5-VL", "Qwen3.5", "GLM-4.1V", "Gemma 3"):
+def cases() -> list[Any]:
+    """Every layout of each family in every situation, and what else changes how layers compute in some."""
+    found: list[tuple[Layout, tuple[str, ...]]] = []
+    for family in ("Qwen3-VL", "Qwen2-VL", "Qwen2.5-VL", "Qwen3.5", "GLM-4.1V", "Gemma 3", "PaliGemma 2"):
         for tp, partition in ((1, None), (2, None), (1, "2,2"), (2, "2,2")):
-            is_default = family == "Qwen3-VL" and (tp, partition) == (1, None)
-            name = f"{family}-tp{tp}-pp{partition or 1}"
-            found.append(pytest.param((family, tp, partition), id=name, marks=[] if is_default else [SLOW]))
-    return found
+            found.append((Layout(family, tp, partition), SITUATIONS))
+    found += [
+        (Layout("ERNIE 4.5 VL", 2, "2,2"), SITUATIONS),
+        (Layout("ERNIE 4.5 VL", 2, spreads_experts=True), ("in chunks", "moved")),
+        (Layout("Qwen3-VL MoE", 2, spreads_experts=True), ("whole", "cached", "preempted")),
+        (Layout("Qwen3-VL", 2, weights="fp8"), ("whole", "preempted", "moved")),
+        (Layout("Qwen2.5-VL", 1, "2,2", weights="fp8"), ("in chunks", "cached")),
+        (Layout("Qwen3-VL", 1, "2,2", weights="int8"), ("whole", "cached", "moved")),
+        (Layout("Gemma 3", 2, weights="int8"), ("in chunks", "preempted")),
+        (Layout("Qwen3.5", 2, "2,2"), ("moved",)),
+        (Layout("Gemma 3"), ("moved",)),
+        (Layout("PaliGemma 2"), ("moved",)),
+        (Layout("Qwen3-VL"), ("moved",)),
+    ]
+    return [
+        pytest.param(
+            layout,
+            situation,
+            id="-".join(str(each) for each in (*layout, situation) if each),
+            marks=[] if layout == Layout("Qwen3-VL") else [SLOW],
+        )
+        for layout, situations in found
+        for situation in situations
+    ]
 
 
-@pytest.mark.parametrize("case", layouts(), indirect=True)
-@pytest.mark.parametrize("situation", ["whole", "in chunks", "cached", "preempted", "guessed"])
+@pytest.mark.parametrize(("case", "situation"), cases(), indirect=["case"])
 def test_answers_are_those_of_transformers(case: Case, situation: str) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
-    requests = [(prompt.token_ids, params) for prompt in case.prompts]
+    """`moved`: a replica has given some of the tokens, and another one goes on."""
+    requests = [(prompt.token_ids, PARAMS) for prompt in case.prompts]
     options: dict[str, Any] = {"max_num_batched_tokens": 200, "enable_prefix_caching": False}
-    whole_runs = case.ranks.config.model.architecture.media.is_bidirectional  # type: ignore[union-attr]
+    told: list[list[int]] = [[] for _ in requests]
+    spec = case.ranks.config.model.architecture.media
+    assert spec is not None
     match situation:
         case "in chunks":
-            options["max_num_batched_tokens"] = 17 if whole_runs else 7
+            options["max_num_batched_tokens"] = 52 if spec.joins_prompt else 17 if spec.is_bidirectional else 7
         case "cached":
             options |= {"enable_prefix_caching": True, "max_num_seqs": 1}
         case "preempted":
-            options |= {"max_num_batched_tokens": 40, "num_blocks": 60 * len(case.ranks.config.cache.groups)}
+            budget = 52 if spec.joins_prompt else 40
+            options |= {"max_num_batched_tokens": budget, "num_blocks": 60 * len(case.ranks.config.cache.groups)}
         case "guessed":
             texts = [prompt.token_ids + answer for prompt, answer in zip(case.prompts, case.expected, strict=True)]
 
@@ -101,12 +151,19 @@ def test_answers_are_those_of_transformers(case: Case, situation: str) -> None:
                 return rng.choice(right) if right and rng.random() < 0.7 else rng.randrange(100)
 
             options["speculation"] = Guesser(guess, 3, 32)
+        case "moved":
+            options |= {"max_num_batched_tokens": 60, "enable_prefix_caching": True}
+            told = [expected[: 1 + 11 * number] for number, expected in enumerate(case.expected)]
+            options["reported"] = told
     found = case.ranks.tokens(requests, media=[prompt.items for prompt in case.prompts], **options)
-    assert found == case.expected
+    assert found == [expected[len(known) :] for expected, known in zip(case.expected, told, strict=True)]
     stats = case.ranks.stats
     assert (stats.preemptions > 0) == (situation == "preempted")
     has_states = any(layer.state is not None for layer in case.ranks.config.model.architecture.layers)
-    if situation == "cached" and not has_states:  # states are kept at longer distances
+    if situation == "cached" and spec.joins_prompt:
+        assert stats.prefix_hit_tokens == (len(case.prompts[1].token_ids) - 1) // 4 * 4  # the repeated prompt's
+        assert stats.encoder_cache_hits >= 2
+    elif situation == "cached" and not has_states:  # states are kept at longer distances
         shared = (len(case.prompts[1].token_ids) - 1) // 4 * 4  # up to the picture's last token
         assert stats.prefix_hit_tokens == shared + 4  # and the text before the third one's
         assert stats.encoder_cache_hits >= 2

@@ -76,9 +76,9 @@ def native_refusal(folder: Path) -> str:
 
 
 def refusal(folder: Path, tp: int, pp: int) -> str:
-    """The reason why transformers' implementation of the model is not supported in a layout; empty: it is."""
+    """The reason why transformers' implementation of the model is not supported in a layout, for text; empty: it is."""
     try:
-        describe(DescribeRequest(path=folder, tensor_parallel_size=tp, pipeline_parallel_size=pp))
+        describe(DescribeRequest(path=folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, media=False))
     except ConfigError as error:
         return str(error)
     return ""

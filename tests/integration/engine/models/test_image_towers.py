@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.media_spec import TowerSpec
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.protocol.media import MediaItem, MediaRun
 from tests.fakes.families import CASES as ALL
@@ -193,6 +195,8 @@ CASES = {
     "Mistral Small 3": Case("Mistral3", "mistral", _PIXTRAL, {}, any_size),
     "LightOnOCR": Case("LightOnOcr", "qwen3", _PIXTRAL, {"tie_word_embeddings": True}, any_size),
     "Gemma 3": Case("Gemma3", "gemma3_text", _SIGLIP, {"mm_tokens_per_image": 4}),
+    "PaliGemma": Case("PaliGemma", "gemma", _SIGLIP, {"projection_dim": 48, "tie_word_embeddings": True}),
+    "PaliGemma 2": Case("PaliGemma", "gemma2", _SIGLIP, {"projection_dim": 48, "tie_word_embeddings": True}),
     "Gemma 4": Case("Gemma4", "gemma4_text", _GEMMA4, {}, placed_patches),
     "Gemma 4, clipped, standardized": Case(
         "Gemma4",
@@ -225,6 +229,7 @@ CASES = {
 """Names of the architectures are without ForConditionalGeneration."""
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
 _TEXT: dict[str, Any] = {"granite": {"embedding_multiplier": 3.0}}
+_TEXT |= {"gemma": {"head_dim": 12}, "gemma2": {"head_dim": 12, "sliding_window": 96}}
 _TEXT |= {"gemma3_text": {"head_dim": 12}, "mistral": {"head_dim": 12}, "qwen3": {"head_dim": 12}}
 _TEXT |= {"gemma4_text": {"head_dim": 12, "global_head_dim": 16, "pad_token_id": 0, "hidden_size_per_layer_input": 0}}
 _TEXT |= {"deepseek_v3": {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}}
@@ -274,10 +279,20 @@ def features_of(model: Any, arrays: Arrays) -> Tensor:
     return factor * torch.cat([each.flatten(0, -2) for each in found])
 
 
-def encode(tower: torch.nn.Module, arrays: Arrays) -> Tensor:
+@pytest.fixture(autouse=True)
+def several_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TowerSpec, "num_slices", lambda *_: 3)
+    monkeypatch.setattr(TowerSpec, "num_query_slices", lambda *_: 5)
+
+
+def encode(config: EngineConfig, tower: Any, arrays: Arrays) -> Tensor:
     kind: Any = "video" if "pixel_values_videos" in arrays else "image"
     with torch.inference_mode():
-        found: Tensor = tower(arrays, MediaItem(b"", kind, 0, 1, (MediaRun(0, 1),)))
+        *paused, found = tower.encode(arrays, MediaItem(b"", kind, 0, 1, (MediaRun(0, 1),)))
+    spec = config.model.architecture.media
+    assert spec is not None
+    assert len(paused) == spec.tower.num_steps(1, "cpu")
+    assert isinstance(found, Tensor)
     return found
 
 
@@ -285,17 +300,17 @@ def test_features_are_those_of_transformers(written: tuple[Case, Path, Any], cap
     """And no tensor of the checkpoint is unused."""
     case, folder, model = written
     with caplog.at_level(logging.WARNING):
-        tower = tower_of(configure(folder, max_model_len=64), Parallel())
+        tower = tower_of(config := configure(folder, max_model_len=64), Parallel())
     assert "does not use" not in caplog.text
     for arrays in case.images(model.config):
-        check_close(encode(tower, arrays), features_of(model, arrays))
+        check_close(encode(config, tower, arrays), features_of(model, arrays))
     if case.architecture == "LlavaOnevision":
         video = {"pixel_values_videos": _random(1, 5, 3, 28, 28)}
-        check_close(encode(tower, video), features_of(model, video))
+        check_close(encode(config, tower, video), features_of(model, video))
         one = {"pixel_values": _random(1, 1, 3, 28, 28), "image_sizes": torch.tensor([(100, 70)])}
         two = {name: torch.cat([values, values]) for name, values in one.items()}  # the processor makes no more tiles
         expected = features_of(model, two | {"batch_num_images": torch.tensor([2])})
-        check_close(encode(tower, one), expected[: len(expected) // 2])
+        check_close(encode(config, tower, one), expected[: len(expected) // 2])
 
 
 def test_ranks_divide_a_tower(written: tuple[Case, Path, Any]) -> None:
@@ -307,7 +322,7 @@ def test_ranks_divide_a_tower(written: tuple[Case, Path, Any]) -> None:
 
     def work(parallel: Parallel) -> tuple[Tensor, int]:
         tower = tower_of(config, parallel, pack=False)
-        return encode(tower, arrays), sum(weight.numel() for weight in tower.parameters())
+        return encode(config, tower, arrays), sum(weight.numel() for weight in tower.parameters())
 
     for features, count in on_ranks(2, work):
         check_close(features, features_of(model, arrays))

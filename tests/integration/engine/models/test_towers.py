@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,9 +16,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from quire.engine.architecture import media_spec
 from quire.engine.architecture.families import from_hf_config, of_text
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.linear import Linear
 from quire.engine.layers.rotary import Rotary
 from quire.engine.models.build import load_model
 from quire.engine.models.decoder import Decoder
@@ -90,6 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GLM-4.6V": ALL["GLM-4.6V by its own name, experts"],
     "GLM-OCR": ALL["GLM-OCR"],
+    "ERNIE 4.5 VL": ALL["ERNIE 4.5 VL"],
     "GLM-5.3": ALL["GLM-5.3, decays without a bound"],
     "MiniMax-M3": (
         "MiniMaxM3SparseForConditionalGeneration",
@@ -113,10 +117,13 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def item_of(model: Any, grid: tuple[int, int, int], kind: str) -> tuple[dict[str, Tensor], MediaItem]:
     vision = model.config.vision_config
     frames, rows, columns = grid
-    pixels = 3 * vision.temporal_patch_size * vision.patch_size**2
+    pixels = 3 * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
     generator = torch.Generator().manual_seed(sum(grid))
     merge = vision.spatial_merge_size
     run = MediaRun(0, frames * rows * columns // merge**2, (frames, rows // merge, columns // merge))
+    if kind == "video":  # ERNIE 4.5 VL merges frames behind the layers
+        frames *= getattr(vision, "temporal_merge_size", 1)
+        grid = (frames, rows, columns)
     names = ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
     arrays = (torch.randn(frames * rows * columns, pixels, generator=generator), torch.tensor([grid]))
     item = MediaItem(b"", "image" if kind == "image" else "video", 0, run.length, (run,))
@@ -132,11 +139,19 @@ def features_of(model: Any, arrays: Mapping[str, Tensor], kind: str) -> Tensor:
     return torch.cat((features, *levels), dim=-1)
 
 
-def tower_of(config: EngineConfig, parallel: Parallel, **options: Any) -> torch.nn.Module:
+def tower_of(config: EngineConfig, parallel: Parallel, **options: Any) -> Any:
     decoder = load_model(config, parallel.rank, parallel, CPU, **options)
     assert isinstance(decoder, Decoder)
     assert decoder.tower is not None
     return decoder.tower
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that pictures have several."""
+    monkeypatch.setattr(media_spec, "_SLICE_ROWS", {"cpu": 24})
+    monkeypatch.setattr(media_spec, "_SLICE_KEYS", {"cpu": 40})
+    monkeypatch.setattr(media_spec, "_MIN_QUERIES", 7)
 
 
 def check_close(found: Tensor, expected: Tensor) -> None:
@@ -145,16 +160,22 @@ def check_close(found: Tensor, expected: Tensor) -> None:
 
 
 def test_features_are_those_of_transformers(written: tuple[Path, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """And all tensors of the checkpoint are used."""
+    """And all tensors of the checkpoint are used, and no layer computes more than a slice at once."""
     folder, model = written
     with caplog.at_level(logging.WARNING):
         tower = tower_of(configure(folder, max_model_len=64), Parallel())
     assert "does not use" not in caplog.text
+    linears, calls = [each for each in tower.modules() if isinstance(each, Linear)], Counter[torch.nn.Module]()
+    for each in linears:
+        each.register_forward_pre_hook(lambda module, _: calls.update([module]))
     kinds = [("image", grid) for grid in GRIDS] + [("video", grid) for grid in CLIPS]
     for kind, grid in kinds:
         arrays, item = item_of(model, grid, kind)
+        calls.clear()
         with torch.inference_mode():
-            found = tower(arrays, item)
+            *paused, found = tower.encode(arrays, item)
+        assert len(paused) == tower._spec.num_steps(item.num_features, "cpu")
+        assert min(calls[each] for each in linears) >= tower._spec.num_slices(item.num_features, "cpu")
         assert len(found) == item.num_features
         check_close(found, features_of(model, arrays, kind))
 

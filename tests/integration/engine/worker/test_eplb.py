@@ -157,7 +157,7 @@ def test_only_the_last_stage_reports_expert_load() -> None:
         def send(self, message: Tensor) -> None:
             sent.append(message)
 
-        def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        def receive(self, shape: tuple[int, ...], dtype: torch.dtype, *, is_patient: bool = False) -> Tensor:
             assert (sent[0].shape, sent[0].dtype) == (shape, dtype)
             return sent.pop(0)
 

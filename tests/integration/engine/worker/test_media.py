@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,19 +12,21 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.parallel_state import connect
 from quire.engine.layers.batch import Batch
 from quire.engine.models.tower import Tower
-from quire.engine.protocol.media import MediaItem
+from quire.engine.protocol.media import EMBEDS, MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, MediaPlan, NewRequestData, SchedulerOutput
-from quire.engine.worker.encoder_cache import EncoderCache
+from quire.engine.worker.encoder_cache import EncoderCache, arrays_of
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes import media_prompts
-from tests.fakes.media_prompts import MediaPrompt, Picture, media_prompt, write_media_model
+from tests.fakes.media_prompts import MediaPrompt, Picture, media_data, media_prompt, write_media_model
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.plans import Driver, Request, executing
 from tests.fakes.rank_processes import Ranks
+from tests.fakes.ranks import on_ranks
 
 COUNT = 12
 PICTURE, CLIP = Picture((1, 8, 6)), Picture((2, 6, 4), "video")
@@ -101,6 +104,31 @@ def test_answers_of_several_ranks(written: Written, tmp_path: Path) -> None:
     assert driver.encoding_failures.keys() == {item.digest}
 
 
+def test_features_that_are_given_need_no_tower(written: Written) -> None:
+    """Also in several steps. Those of another width are refused."""
+    runner, driver = runner_and_driver(written.folder)
+    cache = runner._encoder_cache
+    assert cache is not None
+    tower, prompts = cache._tower, list[MediaPrompt]()
+    with torch.inference_mode():
+        for prompt in written.prompts:
+            given = [{EMBEDS: tower(arrays_of(item.data), item)} for item in prompt.items if item.data is not None]
+            items = zip(prompt.items, given, strict=True)
+            prompts.append(
+                replace(prompt, items=[structs.replace(item, data=media_data(each)) for item, each in items])
+            )
+    cache._tower = _Scarce(tower, *(item.digest for prompt in prompts for item in prompt.items))
+    first = prompts[0].items[0]
+    cache.update(MediaPlan([first], num_steps=1))
+    total = cache._spec.num_steps(first.num_features, "cpu")
+    cache.update(MediaPlan([structs.replace(first, data=None)], num_steps=total - 1))
+    requests = greedy(prompts)
+    driver.decode(requests, COUNT, 1000)
+    assert [request.output for request in requests] == written.expected
+    narrow = structs.replace(first, digest=bytes(16), data=media_data({EMBEDS: torch.zeros(first.num_features, 47)}))
+    assert cache.update(MediaPlan([narrow])).keys() == {narrow.digest}
+
+
 @pytest.fixture
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("model")
@@ -141,16 +169,16 @@ def test_a_picture_is_encoded_once_and_kept_until_it_is_freed(
     assert [request.output for request in (*requests, *again[::-1])] == expected * 2
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_picture_is_encoded_by_several_plans(written: Written, layers: int) -> None:
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_picture_is_encoded_by_several_plans(written: Written, steps: int) -> None:
     """Also without rows, and beside others; one that is freed is begun again."""
     runner, driver = runner_and_driver(written.folder)
     requests = greedy(written.prompts)
     (picture,), clip = written.prompts[0].items, written.prompts[3].items[0]
     runner.launch(SchedulerOutput(0, [], [], [], media=MediaPlan([clip], [], 1))).result()
-    runner.launch(SchedulerOutput(1, [], [], [], media=MediaPlan([picture], [clip.digest], layers))).result()
+    runner.launch(SchedulerOutput(1, [], [], [], media=MediaPlan([picture], [clip.digest], steps))).result()
     begun = structs.replace(picture, data=None)
-    runner.launch(SchedulerOutput(2, [], [], [], media=MediaPlan([begun, clip], [], layers))).result()
+    runner.launch(SchedulerOutput(2, [], [], [], media=MediaPlan([begun, clip], [], steps))).result()
     runner.launch(SchedulerOutput(3, [], [], [], media=MediaPlan([structs.replace(clip, data=None)]))).result()
     driver._encoded |= {picture.digest, clip.digest}
     driver.decode(requests, COUNT, 1000)
@@ -183,13 +211,31 @@ def test_an_item_that_cannot_be_encoded_fails_alone(one: tuple[Any, Path], tmp_p
     assert others == ["the video could not be encoded; the server's log shows the error"] * 3
     assert scarce == "out of memory while encoding the video (12 features); use a smaller one"
     cache.free(MediaPlan(freed=[lost.items[0].digest]))
-    assert cache.update(MediaPlan(lost.items, num_sublayers=1))
+    assert cache.update(MediaPlan(lost.items, num_steps=1))
     assert not cache.update(MediaPlan([structs.replace(lost.items[0], data=None)]))  # planned before that was known
-    one_of_two = EncoderCache(cache._tower, 48, torch.float32, CPU, is_single_rank=False)
-    assert one_of_two.update(MediaPlan(without.items))
-    for item in (*lost.items, *large.items):  # the other may have read it, and waits in the tower
-        with pytest.raises(RuntimeError):
-            one_of_two.update(MediaPlan([item]))
+
+
+def test_ranks_agree_on_what_one_of_them_cannot_read(one: tuple[Any, Path], tmp_path: Path) -> None:
+    """And go on. A rank that has no memory in the tower ends: the others may wait for it there."""
+    model, folder = one
+    lost, large, good = (media_prompt(model, [1, Picture((1, 4, 4), seed=seed), 2], tmp_path) for seed in range(3))
+    runner, _ = runner_and_driver(folder)
+    cache = runner._encoder_cache
+    assert cache is not None
+    tower = _Scarce(cache._tower, large.items[0].digest)
+    item, plan = lost.items[0], MediaPlan([*lost.items, *good.items])
+    assert item.data is not None
+    gone = structs.replace(item, data=structs.replace(item.data, path=item.data.path + ".gone"))
+
+    def work(parallel: Parallel) -> list[bytes]:
+        of_rank = EncoderCache(tower, cache._spec, torch.float32, CPU, parallel)
+        failures = of_rank.update(MediaPlan([gone, *good.items]) if parallel.rank else plan)
+        assert of_rank._features[good.items[0].digest].any()
+        with pytest.raises(torch.OutOfMemoryError):
+            of_rank.update(MediaPlan(large.items))
+        return [*failures]
+
+    assert on_ranks(2, work) == [[item.digest]] * 2
 
 
 def test_pictures_whose_features_attend_to_each_other(tmp_path: Path) -> None:
@@ -212,14 +258,14 @@ def test_pictures_whose_features_attend_to_each_other(tmp_path: Path) -> None:
 
 
 class _Scarce(Tower):
-    """Has no memory for one item."""
+    """Has no memory for some items."""
 
-    def __init__(self, tower: Tower, digest: bytes) -> None:
+    def __init__(self, tower: Tower, *digests: bytes) -> None:
         super().__init__()
-        self._tower, self._digest = tower, digest
+        self._tower, self._digests = tower, digests
 
     def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
-        if item.digest == self._digest:
+        if item.digest in self._digests:
             raise torch.OutOfMemoryError
         return self._tower.encode(arrays, item)
 

@@ -234,8 +234,12 @@ def images() -> dict[str, Attack]:
         "only a signature": Attack(b"\x89PNG\r\n\x1a\n", NOT_AN_IMAGE),
         "noise": Attack(np.random.default_rng(1).bytes(10_000), NOT_AN_IMAGE),
         "unknown option": Attack(small, "argument of", options={"__class__": 1}),
-        "options that make it large": Attack(
-            small, "too much memory", options={"size": {"shortest_edge": 2**40, "longest_edge": 2**41}}
+        "the least pixels that make it large": Attack(small, "must be at most", options={"min_pixels": 32_022_222}),
+        "a size that makes it large": Attack(
+            small, "must be at most", options={"size": {"shortest_edge": 2**40, "longest_edge": 2**41}}
+        ),
+        "options that leave it large": Attack(
+            saved("PNG", picture(1950, 2000)), "item would have", options={"max_pixels": 2**40}
         ),
         "an option of a wrong type": Attack(small, "with these options", options={"size": "x"}),
     }

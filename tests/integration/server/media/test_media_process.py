@@ -75,7 +75,7 @@ async def test_files_outlive_the_process_and_leases_go_on(args: MediaProcessArgs
     process, ready = start()
     assert isinstance(ready, Ready)
     client = MediaClient(f"{args.folder}/media")
-    assert await client.format() == MediaFormat("<start_of_image>", "")
+    assert await client.format() == MediaFormat("<start_of_image>", "", adds_special_tokens=False)  # it has none
     loaded = await client.load([source])
     path = Path(loaded.items[0].data.path)
     content = path.read_bytes()

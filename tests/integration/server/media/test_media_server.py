@@ -27,6 +27,8 @@ from quire.server.media.download import Fetched
 from quire.server.media.server import MediaServer
 from quire.server.media.store import Store
 from quire.server.media.types import LoadedItem, LoadedMedia, MediaSettings, MediaSource, MediaUnavailable
+from quire.server.media.uploads import Uploads
+from tests.fakes.arrays import npy, safetensors
 from tests.fakes.pdfs import pdf
 from tests.fakes.processors import write_processor
 
@@ -75,6 +77,7 @@ class Host:
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     folder = tmp_path_factory.mktemp("media")
     (folder / "items").mkdir()
+    (folder / "uploads").mkdir()
     (folder / "model").mkdir()
     settings = MediaSettings(
         model=str(write_processor("qwen2_vl", folder / "model")),
@@ -82,6 +85,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         max_pixels=MAX_PIXELS,
         max_request_pixels=MAX_PIXELS * 3 // 2,
         max_bytes=2**20,
+        embeds=True,
+        upload_folder=str(folder / "uploads"),
     )
     ended: asyncio.Queue[None] = asyncio.Queue()
     ready, hosts = threading.Event(), list[Host]()
@@ -225,11 +230,11 @@ async def test_base64_is_a_file_only_where_it_is_said_to_be(client: MediaClient)
 def test_names_of_an_owner_do_not_displace_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_server, "_MAX_NAMES", 4)
     names = media_server._Names[int]()
-    names.set("logo", 0, owner="me")
+    names.set(("logo",), 0, owner="me")
     for number in range(10):
-        names.set(f"{number}", number, owner="you")
-    assert names.get("logo", "me") == 0
-    assert [names.get(f"{number}", "you") for number in range(10)] == [None] * 7 + [7, 8, 9]
+        names.set((f"{number}",), number, owner="you")
+    assert names.get(("logo",), "me") == 0
+    assert [names.get((f"{number}",), "you") for number in range(10)] == [None] * 7 + [7, 8, 9]
 
 
 async def test_urls_of_a_silent_host_leave_turns_for_others(host: Host, client: MediaClient) -> None:
@@ -241,6 +246,27 @@ async def test_urls_of_a_silent_host_leave_turns_for_others(host: Host, client: 
     with pytest.raises(asyncio.CancelledError):
         await silent
     assert len(host.site.fetched) == 33
+
+
+async def test_items_of_an_owner_leave_a_decoder_for_others(
+    host: Host, client: MediaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, begun, ends = host.server.decoders.decode, list[bytes](), asyncio.Event()
+
+    async def slow(data: bytes, order: DecodeOrder, open_target: Callable[[int], int]) -> Decoded | Refused:
+        begun.append(data)
+        while data != other and not ends.is_set():
+            await asyncio.sleep(0.01)
+        return await decode(data, order, open_target)
+
+    monkeypatch.setattr(host.server.decoders, "decode", slow)
+    other, many = picture("#010203"), [picture(f"#0405{number:02}") for number in range(10, 16)]
+    loads = [asyncio.create_task(client.load([source(data)], "alice")) for data in many]
+    await until(lambda: len(begun) == 2)
+    await client.load([source(other)], "bob")
+    assert [data == other for data in begun] == [False, False, True]
+    ends.set()
+    await asyncio.gather(*loads)
 
 
 async def test_a_slow_download_is_not_taken_for_a_wait(
@@ -353,6 +379,46 @@ async def test_a_bad_item_is_refused_with_its_place(client: MediaClient, bad: Me
     assert refused.value.param == "messages[0].content[1]"
 
 
+async def test_an_uploaded_file_is_read_for_its_owner(host: Host, client: MediaClient) -> None:
+    uploads = Uploads(host.server._settings.upload_folder, 2**20)
+    image = uploads.add("me", "a.png", "vision", picture("navy"))
+    pages = uploads.add("me", "a.pdf", "user_data", pdf("one"))
+    sources = [source(file_id=image.id), source(file_id=pages.id, is_document=True)]
+    loaded = await client.load(sources, "me")
+    assert loaded.num_items == (1, 1)
+    assert loaded.items[0].digest == (await client.load([source(picture("navy"))])).items[0].digest
+    for owner in ("you", ""):
+        with pytest.raises(InvalidParameter, match=f"there is no file with the id '{image.id}'"):
+            await client.load(sources[:1], owner)
+    text = uploads.add("me", "a.txt", "user_data", "ü".encode() * 2000)
+    loaded = await client.load([source(file_id=text.id, is_document=True), source(picture("red"))], "me")
+    assert (loaded.num_items, loaded.texts) == ((0, 1), ("ü" * 2000, None))
+    with pytest.raises(InvalidParameter, match="the uploaded file is a text; send it as a file"):
+        await client.load([source(file_id=text.id)], "me")
+    named = source(file_id=image.id, uuid="upload")
+    assert (await client.load([named], "me")).items == (await client.load([source(uuid="upload")], "me")).items
+    uploads.delete("me", image.id)
+    with pytest.raises(InvalidParameter, match="there is no file"):
+        await client.load(sources[:1], "me")
+
+
+async def test_features_are_an_item(host: Host, client: MediaClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known by their numbers, whatever file they are in; by their name; and only where the operator accepts them."""
+    values, grid = np.arange(24, dtype=np.float32).reshape(6, 4), np.array([[1, 4, 6]])
+    files = [npy(values) + npy(grid), safetensors(image_embeds=("F16", values), image_grid_thw=("I64", grid))]
+    sources = [source(file, is_array=True, uuid="features") for file in files]
+    first, second = (await client.load(sources)).items
+    (third,) = (await client.load([source(is_array=True, uuid="features")])).items
+    assert first.digest == second.digest == third.digest
+    assert (first.kind, first.text, first.grids) == ("image", "<|image_pad|>" * 6, ((1, 2, 3),))
+    np.testing.assert_array_equal(arrays(first)["image_embeds"], values)
+    with pytest.raises(InvalidParameter, match=r"messages\[0\].content\[1\]: this model needs image_grid_thw"):
+        await client.load([source(npy(values), is_array=True)])
+    monkeypatch.setattr(host.server, "_settings", replace(host.server._settings, embeds=False))
+    with pytest.raises(InvalidParameter, match="--enable-mm-embeds"):
+        await client.load(sources[:1])
+
+
 async def test_a_request_has_a_budget_of_pixels(client: MediaClient) -> None:
     size = (800, 600)
     await client.load([source(picture("red", size))])
@@ -383,6 +449,64 @@ async def test_items_wait_for_the_space_that_they_need_and_others_go_on(
     client.release(first.lease)
     await second
     assert host.server.store._reserved == 0
+
+
+async def test_a_request_does_not_wait_for_the_space_of_its_own_known_item(
+    host: Host, client: MediaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is found after the other one has begun to wait."""
+    options, store, size = {"max_pixels": 10**6}, host.server.store, (700, 504)
+    monkeypatch.setattr(store, "capacity", 12 * 2**20)
+    leased = await client.load([source(picture("tan", size), options=options)])
+    waits, reserve = threading.Event(), store.reserve
+
+    async def reserve_and_tell(num_bytes: int) -> None:
+        waits.set()
+        await reserve(num_bytes)
+
+    async def fetch_then(url: str, max_bytes: int | None = None) -> Fetched:
+        while not waits.is_set():
+            await asyncio.sleep(0.01)
+        return Fetched(picture("tan", size), None)
+
+    monkeypatch.setattr(store, "reserve", reserve_and_tell)
+    monkeypatch.setattr(host.site, "fetch", fetch_then)
+    known = MediaSource("image", "known", url="https://a/tan", options=options)
+    loading = client.load([source(picture("teal", size), options=options), known])
+    with pytest.raises(InvalidParameter, match="need 17 MiB when they are processed"):
+        await asyncio.wait_for(loading, 30)
+    client.release(leased.lease)
+
+
+async def test_requests_that_fill_the_space_together_do_not_wait_for_each_other(
+    host: Host, client: MediaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has one item of 8.4 MB when its second one is fetched; there is space for two."""
+    options, store = {"max_pixels": 10**6}, host.server.store
+    monkeypatch.setattr(store, "capacity", 20 * 2**20)
+    both_hold = threading.Event()
+
+    async def fetch_then(url: str, max_bytes: int | None = None) -> Fetched:
+        while not both_hold.is_set():
+            if store._held_bytes > 16 * 10**6:
+                both_hold.set()
+            await asyncio.sleep(0.01)
+        return Fetched(picture(url[-6:], (700, 504)), None)
+
+    monkeypatch.setattr(host.site, "fetch", fetch_then)
+
+    async def ask(first: str, second: str) -> None:
+        loaded = await client.load(
+            [
+                source(picture(first, (700, 504)), options=options),
+                source(url=f"https://a/{second}", options=options),
+            ]
+        )
+        client.release(loaded.lease)
+
+    await asyncio.wait_for(asyncio.gather(ask("linen", "orchid"), ask("azure", "maroon")), 30)
+    assert both_hold.is_set()
+    assert store._reserved == 0
 
 
 @pytest.mark.parametrize("victim", ["fork", "helper"])

@@ -18,7 +18,8 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from quire.server.media.cohere2_vision import tile_grid
-from tests.fakes.processors import FAMILIES, write_processor
+from quire.server.media.types import MediaFormat
+from tests.fakes.processors import FAMILIES, PUBLISHED, write_processor
 
 PICTURE = Image.effect_mandelbrot((100, 60), (-2, -1, 1, 1), 50).convert("RGB")
 LOAD = """
@@ -32,7 +33,7 @@ found = {}
 for folder in sys.argv[1:]:
     processor = Processor(MediaSettings(model=folder))
     item = processor.image(picture, {})
-    found[folder] = processor.format.image_placeholder, item.arrays, item.text, item.grids
+    found[folder] = processor.format, item.arrays, item.text, item.grids
 assert not [name for name in ("torch", "torchvision") if sys.modules.get(name)]
 sys.stdout.buffer.write(pickle.dumps(found))
 """
@@ -47,11 +48,14 @@ def idefics() -> str:
 QWEN = "<|image_pad|>"
 TEXTS: Mapping[str, tuple[str, str, tuple[tuple[int, int, int], ...]]] = {
     "qwen2_vl": (QWEN, QWEN * 8, ((1, 2, 4),)),
+    "colqwen2": (QWEN, QWEN * 8, ((1, 2, 4),)),
     "qwen2_5_vl": (QWEN, QWEN * 8, ((1, 2, 4),)),
     "qwen3_vl": (QWEN, QWEN * 6, ((1, 2, 3),)),
     "qwen3_vl_moe": (QWEN, QWEN * 6, ((1, 2, 3),)),
     "qwen3_5": (QWEN, QWEN * 6, ((1, 2, 3),)),
     "gemma3": ("<start_of_image>", f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n", ()),
+    "paligemma": ("<image>", "<image>" * 4, ()),
+    "colpali": ("<image>", "<image>" * 4, ()),
     "gemma3n": ("<image_soft_token>", f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n", ()),
     "gemma4": ("<|image|>", f"<|image>{'<|image|>' * 60}<image|>", ()),
     "glm4v": ("<|image|>", "<|image|>" * 8, ((1, 2, 4),)),
@@ -101,16 +105,30 @@ TEXTS: Mapping[str, tuple[str, str, tuple[tuple[int, int, int], ...]]] = {
         (),
     ),
     "deepseek_ocr2": ("<image>", "<image>" * (4 + 6 + 1), ()),
+    "deepseek_ocr2 as published": ("<image>", "<image>" * (4 + 6 + 1), ()),
+    "ernie4_5_vl_moe": ("<|image|>", "<|image|>" * 8, ((1, 2, 4),)),
+    "deepseek_ocr": ("<image>", "<image>" * (2 * (2 + 1) + 2 * (3 + 1) + 1), ()),
     "granite4_vision": ("<image>", "<image>" * (1 + 2 * (2 + 1)), ()),
     "hunyuan_vl": ("<img_pad>", "<img_pad>" * (2 * (3 + 1) + 2), ((1, 1, 1), (1, 2, 4), (1, 1, 1))),
     "kimi_k25": ("<|media_pad|>", "<|media_pad|>" * 12, ((1, 3, 4),)),
+    "got_ocr2": ("<imgpad>", "<imgpad>" * 256, ()),
+    "janus": ("<image_placeholder>", f"<begin_of_image>{'<image_placeholder>' * 16}<end_of_image>", ()),
+    "vipllava": ("<image>", "<image>" * 16, ()),
+    "video_llama_3": ("<image>", "<image>" * 28, ((1, 4, 7),)),
+    "ovis2": (
+        "<image>",
+        "<IMG_START>"
+        + "".join(f"{'<IMG_ATOM>' * 4}<IMG_{mark}>" for mark in ("GRID", "COL", "ROW", "COL"))
+        + f"{'<IMG_ATOM>' * 4}<IMG_END>",
+        (),
+    ),
 }
 """What stands for the picture: the placeholder, the text, and the grids."""
 _OWN = {"cohere2_vision": (7, 3, 28, 28), "lfm2_vl": (7, 64, 48), "llama4": (5, 3, 28, 28), "kimi_k25": (48, 3, 14, 14)}
 _OWN |= {"minimax_m3_vl": (32, 1176), "step3p7": (1, 3, 112, 112)}
 """Shapes of pixels of families whose image processors transformers has for torchvision only."""
 
-Found = tuple[str, dict[str, np.ndarray], str, tuple[tuple[int, int, int], ...]]
+Found = tuple[MediaFormat, dict[str, np.ndarray], str, tuple[tuple[int, int, int], ...]]
 
 
 def png(image: Image.Image) -> bytes:
@@ -131,20 +149,30 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Fo
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_processor_makes_what_transformers_makes(family: str, loaded: dict[str, tuple[Path, Found]]) -> None:
-    folder, (placeholder, arrays, text, grids) = loaded[family]
-    assert (placeholder, text, grids) == TEXTS[family]
+    folder, (format, arrays, text, grids) = loaded[family]
+    assert (format.image_placeholder, text, grids) == TEXTS[family]
+    expected = ("<bos>", "\n", False) if family in ("paligemma", "colpali") else ("", "", False)
+    assert (format.text_start, format.text_end, format.adds_special_tokens) == expected
     if family in _OWN:
         assert arrays["pixel_values"].shape == _OWN[family]
         return
     name, _, _, settings, _ = FAMILIES[family]
-    if family == "mistral3":
+    loader: Any = AutoImageProcessor
+    if family in PUBLISHED:  # version 2's is transformers' own
+        sizes = {key: settings[key] for key in ("size", "tile_size")}
+        reference: Any = importlib.import_module("transformers").DeepseekOcr2ImageProcessorPil(**sizes)
+        if family == "deepseek_ocr":
+            assert arrays.pop("tile_grid").tolist() == [[3, 2]]
+    else:
+        reference = loader.from_pretrained(folder, backend="pil")
+    if family in PUBLISHED:
+        arguments: dict[str, Any] = {}
+    elif family == "mistral3":
         arguments = {"patch_size": settings["patch_size"] * settings["spatial_merge_size"]}
     else:
         arguments = getattr(getattr(importlib.import_module("transformers"), name), "images_kwargs", {})
-    loader: Any = AutoImageProcessor
-    reference = loader.from_pretrained(folder, backend="pil")
-    expected = reference(PICTURE, **arguments, return_tensors="pt")
-    for_text = {"num_patches", "num_crops", "rows", "cols", "num_soft_tokens_per_image"}
+    expected = reference(PICTURE, **{**arguments, "return_tensors": "pt"})
+    for_text = {"num_patches", "num_crops", "rows", "cols", "grids", "num_soft_tokens_per_image"}
     assert arrays.keys() == expected.keys() - for_text
     for key, array in arrays.items():
         assert array.dtype in (np.float32, np.int64)

@@ -144,3 +144,44 @@ def test_a_tower_that_is_not_supported_can_be_left_out(changes: dict[str, Any], 
     with pytest.raises(ConfigError, match=rf"{message}.*; with --language-model-only, the model takes only text"):
         from_hf_config(config)
     assert from_hf_config(config, media=False).media is None
+
+
+def test_ernie_vl_is_the_same_as_published_and_in_transformers_format() -> None:
+    text = SIZES | {"moe_k": 2, "rope_theta": 500000.0, "head_dim": 12, "moe_intermediate_size": [8, 6]}
+    names = {"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"]}
+    turns = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [2, 2, 2]}}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 128, "num_heads": 2}
+    kinds = {"mlp_layer_types": ["dense", "sparse"], "moe_num_experts": 8}
+    converted = from_hf_config(names | text | turns | kinds | {"vision_config": vision})
+    layers: dict[str, Any] = {
+        "moe_num_experts": [8, 8],
+        "moe_layer_start_index": [1, 1],
+        "moe_layer_end_index": [29, 28],
+    }
+    layers |= {"im_patch_id": 100295, "rope_scaling": {"type": "default", "mrope_section": [2, 2, 2]}}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 4, "num_heads": 2}
+    assert from_hf_config(names | text | layers | {"vision_config": vision}) == converted
+    with pytest.raises(ConfigError, match="moe_num_experts \\[8, 4\\]: different numbers"):
+        from_hf_config(names | text | layers | {"moe_num_experts": [8, 4], "vision_config": vision})
+
+
+def test_deepseek_ocr_2_is_the_same_as_published_and_in_transformers_format() -> None:
+    text = SIZES | {"num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 8}
+    reader: dict[str, Any] = {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    }
+    reader |= {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
+    vision = {"sam_config": {"hidden_size": 768}, "encoder_config": reader}
+    converted = from_hf_config(
+        {"architectures": ["DeepseekOcr2ForConditionalGeneration"], **text, "vision_config": vision}
+    )
+    sam: dict[str, Any] = {"width": 768, "layers": 12, "heads": 12, "downsample_channels": [512, 1024]}
+    width = {"qwen2-0-5b": {"dim": 896}, "sam_vit_b": sam | {"global_attn_indexes": [2, 5, 8, 11]}}
+    published = from_hf_config(
+        {"architectures": ["DeepseekOCR2ForCausalLM"], **text, "vision_config": {"width": width}}
+    )
+    assert published.layers == converted.layers
+    assert published.media == converted.media

@@ -33,6 +33,7 @@ def test_layers_behind_the_last_output_are_not_part_of_a_tower() -> None:
     ("architecture", "text", "vision", "settings", "message"),
     [
         ("Llava", "llama", {"model_type": "dinov2"}, {}, "dinov2.*--language-model-only serves text alone"),
+        ("Gemma4", "gemma4_text", {"model_type": "pixtral"}, {}, "'pixtral' is not supported; .*'gemma4_vision'"),
         ("Llava", "llama", {}, {"vision_feature_layer": -9}, "there are 5 layers, but it names"),
         ("Llava", "llama", {}, {"vision_feature_select_strategy": "full"}, "'full' is not supported with this"),
         ("InternVL", "qwen2", {"image_size": [28, 56]}, {}, "which are not square"),

@@ -120,6 +120,10 @@ def test_an_image_that_is_never_in_one_step_is_refused(tmp_path: Path) -> None:
     assert resolved(tmp_path, spec, max_num_batched_tokens=256).media is not None
     with pytest.raises(ConfigError, match="--max-num-batched-tokens 255 is less than the 256 tokens of an image"):
         resolved(tmp_path, spec, max_num_batched_tokens=255)
+    joined = replace(spec, joins_prompt=True)
+    assert resolved(tmp_path, joined, max_num_batched_tokens=32_768).media is not None
+    with pytest.raises(ConfigError, match=r"more than the 32768 tokens of the image, .* in the model's length, 32768"):
+        resolved(tmp_path, replace(joined, run_length=32_768), max_num_batched_tokens=32_768)
 
 
 def test_features_of_several_layers_need_these_in_the_first_stage(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from quire.engine.config.plan_text import plan_text
 from quire.engine.config.pooling import Pooling
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.protocol.errors import ConfigError
+from quire.server.text.chat_template import ChatTemplate
 from tests.fakes.sentence import DENSE, NORMALIZE, POOLING, TRANSFORMER, write_modules
 from tests.fakes.tokenizers import write_model
 
@@ -242,3 +243,39 @@ def test_missing_weights_of_a_dense_module_are_named_at_once(tmp_path: Path) -> 
     )
     with pytest.raises(ConfigError, match=r"2_Dense: no \*.safetensors found"):
         fetch_weights(options, config)
+
+
+def test_late_interaction_has_the_texts_of_the_processor(tmp_path: Path) -> None:
+    """The template escapes them: they are no part of its code."""
+    config = {"embedding_dim": 16, "architectures": ["ColQwen2ForRetrieval"]}
+    plain = pooling.read(tmp_path, config, 32, default="lasttoken", token_layer="proj")
+    assert (plain.is_multi_vector, plain.needs_all_tokens, plain.size) == (True, True, 16)
+    assert (plain.prompts, plain.suffix) == ({"query": "Query: "}, f"{'<|endoftext|>' * 10}\n")
+    assert plain.text() == "a vector of each token, dense to 16, normalize: 16 numbers, to be compared by maxsim"
+    settings = {"query_prefix": "{{'\"Q", "visual_prompt_prefix": "%}\n<|image_pad|>"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": {"content": "_"}}))
+    found = pooling.read(tmp_path, config, 32, default="lasttoken", token_layer="proj")
+    assert found.chat_template is not None
+    messages: list[Any] = [{"content": [{"type": "image"}, {"type": "text", "text": "a"}]}, {"content": "b"}]
+    shown = ChatTemplate(found.chat_template, {}).render(messages, {})
+    assert shown == "%}\n<|image_pad|>" + "".join(f"{{{{'\"Q{text}__________\n" for text in "ab")
+
+
+def test_the_texts_of_colpali(tmp_path: Path) -> None:
+    """Prompts have the special tokens. PaliGemma's processor completes those of images."""
+    config = {"architectures": ["ColPaliForRetrieval"]}
+    found = pooling.read(tmp_path, config, 32, default="lasttoken", token_layer="proj")
+    assert (found.prompts, found.suffix) == ({"query": "<bos>Question: "}, f"{'<pad>' * 10}\n")
+    assert not found.adds_special_tokens
+    assert found.chat_template is not None
+    messages: list[Any] = [{"content": [{"type": "image"}]}, {"content": "a"}]
+    shown = ChatTemplate(found.chat_template, {}).render(messages, {})
+    assert shown == f"<image>Describe the image.<bos>Question: a{found.suffix}"
+
+
+def test_the_pooling_of_jinas_embeddings_v4(tmp_path: Path) -> None:
+    found = pooling.read(tmp_path, {"single_vector_pool_strategy": "mean"}, 32, default="lasttoken")
+    assert (found.modes, found.pools_items, found.is_normalized) == (("mean",), True, True)
+    with pytest.raises(ConfigError, match="single_vector_pool_strategy 'max' is not supported"):
+        pooling.read(tmp_path, {"single_vector_pool_strategy": "max"}, 32, default="lasttoken")

@@ -45,8 +45,9 @@ class Engine:
             groups=config.cache.groups,
             blocks_per_page=config.cache.blocks_per_page,
             max_features=0 if config.media is None else config.media.encoder_cache_features,
-            tower_sublayers=1 if spec is None else spec.tower.num_sublayers,
+            tower=None if spec is None else spec.tower,
             is_bidirectional=spec is not None and spec.is_bidirectional,
+            joins_prompt=spec is not None and spec.joins_prompt,
         )
         self.depth, self.stages = config.scheduler.depth, config.parallel.pipeline_parallel_size
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()

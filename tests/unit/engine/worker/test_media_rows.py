@@ -17,9 +17,13 @@ ITEMS = [
 LENGTH = 15
 
 
-def rows(*, is_bidirectional: bool = False, has_axes: bool = False) -> MediaRows:
-    tower = TowerSpec(hidden_size=8)
-    spec = MediaSpec(tower=tower, image_token_id=1, is_bidirectional=is_bidirectional)
+def rows(*, is_bidirectional: bool = False, joins_prompt: bool = False, has_axes: bool = False) -> MediaRows:
+    spec = MediaSpec(
+        tower=TowerSpec(hidden_size=8),
+        image_token_id=1,
+        is_bidirectional=is_bidirectional,
+        joins_prompt=joins_prompt,
+    )
     made = MediaRows(4, spec, 100, has_axes=has_axes)
     made.add(0, [], 9)
     made.add(2, ITEMS, LENGTH)
@@ -57,6 +61,31 @@ def test_ends_of_runs() -> None:
     assert fields["key_ends"].tolist() == [5, 6, 10, 10, 10, 10, 8, 9]
     with pytest.raises(AssertionError, match="ends inside a run"):
         media.step(np.array([2]), np.array([0]), np.array([4]))
+
+
+def test_a_prompt_with_items_may_be_one_run() -> None:
+    """Its tokens of text, too, in a step that begins behind its items; those that follow it are as others."""
+    media = rows(is_bidirectional=True, joins_prompt=True)
+    fields, _ = media.step(np.array([2, 0]), np.array([13, 7]), np.array([4, 2]))
+    assert fields.keys() == {"key_ends"}
+    assert fields["key_ends"].tolist() == [LENGTH, LENGTH, 16, 17, 8, 9]
+    assert media.step(np.array([2, 0]), np.array([LENGTH, 0]), np.array([1, 9])) == ({}, [])
+    with pytest.raises(AssertionError, match="ends inside a run"):
+        media.step(np.array([2]), np.array([0]), np.array([14]))
+
+
+def test_any_prompt_may_be_one_run() -> None:
+    spec = MediaSpec(
+        tower=TowerSpec(hidden_size=8), image_token_id=0, is_bidirectional=True, joins_prompt=True, joins_text=True
+    )
+    media = MediaRows(2, spec, 8, has_axes=False)
+    media.add(1, [], 5)
+    fields, features = media.step(np.array([1]), np.array([0]), np.array([5]))
+    assert fields.keys() == {"key_ends"}
+    assert fields["key_ends"].tolist() == [5] * 5
+    assert features == []
+    media.free([1])
+    assert media.step(np.array([1]), np.array([0]), np.array([5])) == ({}, [])
 
 
 def test_positions_along_the_axes() -> None:

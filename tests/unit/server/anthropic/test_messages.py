@@ -583,7 +583,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"system": [{"type": "document"}]}, "system[0].type"),
     ({"messages": [document({"type": "base64", "media_type": "application/pdf", "data": ""})]},
      "messages[0].content[0].source.data"),
-    ({"messages": [document({"type": "file", "file_id": "1"})]}, "messages[0].content[0].source.type"),
+    ({"messages": [document({"type": "file", "file_id": ""})]}, "messages[0].content[0].source.file_id"),
     ({"messages": [document({"type": "text", "media_type": "text/html", "data": ""})]},
      "messages[0].content[0].source.media_type"),
     ({"messages": [document(citations={"enabled": True})]}, "messages[0].content[0].citations"),

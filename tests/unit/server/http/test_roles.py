@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,11 @@ async def test_the_log_level_of_a_server_without_keys_is_its_hosts(server: Serve
     assert levels == ["debug", "error"]
 
 
+def unnamed(secret: str, name: str, *args: Any, **kwargs: Any) -> Key:
+    """A key without a name: what it stores is found by its secret, not by its place."""
+    return Key(name, *args, **kwargs)._replace(digest=f"sha256:{hashlib.sha256(secret.encode()).hexdigest()}")
+
+
 def test_lines_have_names_weights_and_roles(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(
@@ -106,20 +112,20 @@ def test_lines_have_names_weights_and_roles(tmp_path: Path) -> None:
     )
     keys = ApiKeys([("api", "first"), ("api", "second"), ("admin", "third")], str(file))
     assert {secret: keys.find(secret.encode()) for secret in ("first", "second", "third")} == {
-        "first": Key("api-1"),
-        "second": Key("api-2"),
-        "third": Key("admin-1", "admin"),
+        "first": unnamed("first", "api-1"),
+        "second": unnamed("second", "api-2"),
+        "third": unnamed("third", "admin-1", "admin"),
     }
     found = {secret: keys.find(secret.encode()) for secret in ("secret", "a:b", "c:d", "plain", "scrape", "two words")}
     assert found == {
         "secret": Key("alice"),
         "a:b": Key("ops", "admin", 0.5),
-        "c:d": Key("line-4"),
-        "plain": Key("line-5"),
+        "c:d": unnamed("c:d", "line-4"),
+        "plain": unnamed("plain", "line-5"),
         "scrape": Key("prom", "metrics"),
         "two words": Key("team"),
     }
-    assert keys.find(b"bob : no-name") == Key("line-2", weight=2.0), "names have no spaces"
+    assert keys.find(b"bob : no-name") == unnamed("bob : no-name", "line-2", weight=2.0), "names have no spaces"
     for text, problem in (
         ("alice:", "line 1: there is no key in alice:"),
         ("\nbob:role=admin", "line 2: there is no key in bob:role=admin"),
@@ -171,7 +177,7 @@ def test_empty_keys_are_errors(monkeypatch: pytest.MonkeyPatch, role: str) -> No
     monkeypatch.setenv(f"QUIRE_{flag.upper()}", "from-environment")
     keys = ApiKeys.load(ServerOptions())
     assert keys is not None
-    assert keys.find(b"from-environment") == Key(f"{role}-1", role)  # type: ignore[arg-type]
+    assert keys.find(b"from-environment") == unnamed("from-environment", f"{role}-1", role)
 
 
 def test_fair_shares_of_keys_need_api_keys() -> None:

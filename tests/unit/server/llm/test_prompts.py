@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from quire.engine.protocol.errors import InvalidParameter
@@ -25,7 +26,12 @@ from quire.server.llm.prompts import (
     process_prompt,
     split,
 )
+from quire.server.media.arrays import read_embeds, read_frames
+from quire.server.media.images import MediaRefused
 from tests.fakes.api_server import Server
+
+FRAMES = np.random.default_rng(0).integers(0, 256, (2, 4, 6, 3), dtype=np.uint8)
+EMBEDS = np.arange(24, dtype=np.float32).reshape(6, 4)
 
 
 async def test_priority_and_salt_of_a_prompt_reach_the_engine(server: Server) -> None:
@@ -97,6 +103,36 @@ def test_the_parts_of_a_prompt() -> None:
     [
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data.image[0]: expected a PIL image"),
         ({"prompt": "a", "multi_modal_data": {"video": np.ones(3)}}, "multi_modal_data.video[0]: expected a file"),
+        ({"prompt": "a", "multi_modal_data": {"video": FRAMES * 1.0}}, "multi_modal_data.video[0]: expected a file"),
+        (
+            {"prompt": "a", "multi_modal_data": {"video": [FRAMES[0], FRAMES[0, 1:]]}},
+            "multi_modal_data.video[0]: expected a file",
+        ),
+        (
+            {"prompt": "a", "multi_modal_data": {"video": (FRAMES, {"do_sample_frames": True})}},
+            "multi_modal_data.video[0]: do_sample_frames is not supported",
+        ),
+        (
+            {"prompt": "a", "multi_modal_data": {"video": (FRAMES, {"rate": 1})}},
+            "multi_modal_data.video[0]: 'rate' of the metadata is not supported",
+        ),
+        ({"prompt": "a", "multi_modal_data": {"image_embeds": {}}}, "multi_modal_data.image_embeds: expected an array"),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": {"image_embeds": EMBEDS, "image_grid_thw": [1, 2]}}},
+            "multi_modal_data.image: expected arrays of features, and as many grids",
+        ),
+        (
+            {
+                "prompt": "a",
+                "multi_modal_data": {"image": {"image_embeds": EMBEDS, "image_grid_thw": np.zeros((2, 3), int)}},
+            },
+            "multi_modal_data.image: expected arrays of features, and as many grids",
+        ),
+        ({"prompt": "a", "multi_modal_data": {"video": {"a": 1}}}, "multi_modal_data.video[0]: expected a file"),
+        (
+            {"prompt": "a", "multi_modal_data": {"video": (b"film", {"fps": 5})}},
+            "multi_modal_data.video[0]: metadata are for frames",
+        ),
         ({"prompt": "a", "multi_modal_data": {"image": "/none"}}, "multi_modal_data.image[0]: expected a PIL image"),
         ({"prompt": "a", "multi_modal_data": {"image": "a\0"}}, "multi_modal_data.image[0]: expected a PIL image"),
         (
@@ -144,6 +180,67 @@ def test_images_and_videos_of_prompts(tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(fifth.data)).mode == "RGB"
     assert first.options == {"max_pixels": 9}
     assert first.param == "multi_modal_data.image[0]"
+
+
+@pytest.mark.parametrize(
+    ("given", "fps", "numbers", "total"),
+    [
+        (FRAMES, 24.0, [0, 1], 2),
+        ([FRAMES], 24.0, [0, 1], 2),
+        ((FRAMES, None), 24.0, [0, 1], 2),
+        ([(FRAMES, {"fps": None, "total_num_frames": 3})], 24.0, [0, 1], 3),
+        ([*FRAMES], 24.0, [0, 1], 2),
+        ([Image.fromarray(frame) for frame in FRAMES], 24.0, [0, 1], 2),
+        ([(FRAMES, {"fps": 2, "frames_indices": [0, 8], "total_num_frames": 9})], 2.0, [0, 8], 9),
+        ((FRAMES, {"fps": 2, "frames_indices": [0, 8], "duration": 4}), 2.0, [0, 8], 9),
+    ],
+)
+def test_frames_of_videos(given: Any, fps: float, numbers: list[int], total: int) -> None:
+    (source,) = split({"prompt": "a", "multi_modal_data": {"video": given}}).media
+    frames, found, *others = read_frames(source.data)
+    assert (frames == FRAMES).all()
+    assert (source.is_array, source.kind, found.tolist(), others) == (True, "video", numbers, [fps, total])
+
+
+@pytest.mark.parametrize("metadata", [{"fps": 0}, {"total_num_frames": 0}])
+def test_metadata_of_zero_are_no_defaults(metadata: dict[str, Any]) -> None:
+    (source,) = split({"prompt": "a", "multi_modal_data": {"video": (FRAMES, metadata)}}).media
+    with pytest.raises(MediaRefused, match="metadata of a video do not fit"):
+        read_frames(source.data)
+
+
+def test_a_file_may_come_with_no_metadata() -> None:
+    (source,) = split({"prompt": "a", "multi_modal_data": {"video": (b"film", None)}}).media
+    assert (source.data, source.is_array) == (b"film", False)
+
+
+def test_features_of_images() -> None:
+    grids = torch.tensor([[1, 4, 4], [1, 2, 4]])
+    together = {"image_embeds": torch.tensor(EMBEDS).bfloat16(), "image_grid_thw": grids}
+    prompts: list[Any] = [
+        {"image": together},
+        {"image_embeds": {**together, "image_grid_thw": grids.numpy()}},
+    ]
+    for data in prompts:
+        first, second = split({"prompt": "a", "multi_modal_data": data}).media
+        for source, values, grid in ((first, EMBEDS[:4], (1, 4, 4)), (second, EMBEDS[4:], (1, 2, 4))):
+            found, of_file = read_embeds(source.data)
+            assert (found == values).all()
+            assert (of_file, source.is_array) == (grid, True)
+    for each in (EMBEDS.reshape(2, 3, 4), [EMBEDS[:3], EMBEDS[3:]]):
+        first, second = split({"prompt": "a", "multi_modal_data": {"image_embeds": each}}).media
+        assert (read_embeds(second.data)[0] == EMBEDS[3:]).all()
+    mixed = [np.zeros((2, 2, 3), np.uint8), {"image_embeds": EMBEDS}, {"image_embeds": EMBEDS[:3]}]
+    assert [each.is_array for each in split({"prompt": "a", "multi_modal_data": {"image": mixed}}).media] == [0, 1, 1]
+    for name, value in (("image_embeds", EMBEDS), ("image", {"image_embeds": EMBEDS})):
+        content: list[Any] = [{"type": name, name: value, "uuid": "a"}]
+        (part,) = chat_input(messages=[{"role": "user", "content": content}]).media
+        assert (part.uuid, part.is_array, read_embeds(part.data)[0].tolist()) == ("a", True, EMBEDS.tolist())
+        content[0][name] = several = np.stack([EMBEDS, EMBEDS])
+        if name == "image":
+            content[0][name] = {"image_embeds": several}
+        with pytest.raises(InvalidParameter, match=r"content\[0\]: expected the features of one image, not of 2"):
+            chat_input(messages=[{"role": "user", "content": content}])
 
 
 def test_images_and_videos_of_conversations(tmp_path: Path) -> None:

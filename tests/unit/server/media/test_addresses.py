@@ -35,6 +35,7 @@ INVALID = {
     "tab in the scheme": "ht\ttp://127.0.0.1/",
     "space before": " http://127.0.0.1/",
     "NUL": "http://127.0.0.1\0.example.com/",
+    "half of a character": "http://example.com/?\udca0",
     "quoted host": "http://127%2e0%2e0%2e1/",
     "empty host": "http:///etc/passwd",
     "no host": "http:127.0.0.1",

@@ -140,8 +140,10 @@ def test_its_settings_are_those_of_the_command_line(config: EngineConfig) -> Non
         mm_processor_cache_gb=2.0,
     )
     assert media_settings(config, options) is None  # it takes only text
-    assert media_settings(replace(config, media=MEDIA), options) == MediaSettings(
+    half = replace(config, media=MEDIA, model=replace(config.model, dtype="float16"))
+    assert media_settings(half, options) == MediaSettings(
         model=str(config.model.path),
+        dtype="float16",
         fetch=False,
         allowed_local_path="/media",
         fetch_timeout=3.0,

@@ -178,7 +178,7 @@ WRONG: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": [[70], [-1]]}, "input[1]: token id -1", "input[1]"),
     ({"input": "a", "encoding_format": "hex"}, "encoding_format", "encoding_format"),
     ({"input": "a", "dimensions": "5"}, "dimensions", "dimensions"),
-    ({"input": "a", "messages": []}, "messages is not supported", "messages"),
+    ({"input": "a", "messages": []}, "input and messages exclude each other", "input"),
     ({"input": "a", "embed_dtype": "float16"}, "embed_dtype is not supported", "embed_dtype"),
     ({"input": "a", "stream": True}, "stream is not a parameter of this API", "stream"),
     ({"input": "a", "prompt_name": "q"}, "this model has no prompt 'q'; it has query, document", "prompt_name"),
@@ -241,7 +241,8 @@ async def test_special_tokens_stay_when_text_is_cut(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
     )
     built.save(str(tmp_path / "tokenizer.json"))
-    changed, letters = embedding(config), "zyxwvutsrqpo"
+    template = "{% set content = messages[0].content %}{{ content if content is string else content[0].text }}"
+    changed, letters = embedding(config, chat_template=template), "zyxwvutsrqpo"
     async with run_server(
         replace(changed, model=replace(changed.model, tokenizer=tmp_path, max_model_len=10))
     ) as server:
@@ -257,6 +258,11 @@ async def test_special_tokens_stay_when_text_is_cut(
             answer = await post(server, input=letters, **body)
             close(answer["data"][0]["embedding"], expected(right))
             assert answer["usage"]["prompt_tokens"] == len(right)
+        content = [{"type": "text", "text": "abc"}]
+        for given in ({"input": {"content": content}}, {"messages": [{"role": "user", "content": content}]}):
+            for adds, count in ((None, 3), (False, 3), (True, 5)):
+                answer = await post(server, **given, add_special_tokens=adds)
+                assert answer["usage"]["prompt_tokens"] == count
         message, _ = await refused(server, input="abc", truncate_prompt_tokens=1)
         assert "must be at least 2, the number of special tokens" in message
         message, _ = await refused(server, input=letters)
@@ -348,7 +354,7 @@ USER = [{"role": "user", "content": "hello"}]
         ("/v1/completions", {"prompt": "hello"}),
         ("/v1/responses", {"input": "hello"}),
         ("/v1/messages", {"messages": USER, "max_tokens": 5, "model": "echo"}),
-        ("/invocations", {"messages": USER}),
+        ("/invocations", {"prompt": "hello"}),
     ],
 )
 async def test_a_model_that_embeds_generates_nothing(server: Server, route: str, body: dict[str, Any]) -> None:

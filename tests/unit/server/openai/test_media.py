@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 import os
 import threading
@@ -25,13 +26,14 @@ from quire.server.http.large_bodies import LARGE_BODY, LargeBodies
 from quire.server.media.types import MediaFormat, MediaSource
 from quire.server.serving import frontend
 from quire.server.text import input_processor
+from quire.server.text.tokenizer import Tokenizer
 from tests.fakes import fake_core
 from tests.fakes.api_server import Server, run_server
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.media import FakeLoader, Made, media_spec
 from tests.fakes.tokenizers import CHATML, byte_level, write_model
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 TEMPLATE = CHATML.replace(
     "{{ message.content }}",
@@ -54,6 +56,10 @@ def file(**fields: str) -> dict[str, Any]:
 
 def image(url: str = PNG, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def embeds(content: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "image_embeds", "image_embeds": content, **more}
 
 
 @pytest.fixture
@@ -130,6 +136,9 @@ async def until_released(loader: FakeLoader) -> None:
         ({"type": "image_url", "image_url": None, "uuid": "mine"}, "", b"", "mine", {}),
         ({"type": "input_image", "image_url": PNG, "detail": "high"}, "", b"png", "", {"detail": "high"}),
         ({"type": "video_url", "video_url": {"url": "https://a/b.mp4"}}, "https://a/b.mp4", b"", "", {}),
+        (embeds("YWI=", uuid="mine"), "", b"ab", "mine", None),
+        (embeds({"image_embeds": "YWI=", "image_grid_thw": "Yw=="}), "", b"abc", "", None),
+        (embeds(None, uuid="mine"), "", b"", "mine", None),
     ],
 )
 async def test_shapes(
@@ -140,12 +149,14 @@ async def test_shapes(
     url: str,
     data: bytes,
     uuid: str,
-    options: dict[str, Any],
+    options: dict[str, Any] | None,
 ) -> None:
+    """`options` are None for features."""
     found = await answer(server, user("see ", part, " this"), mm_processor_kwargs={"max_pixels": 9})
     (source,) = loader.loaded
     assert (source.url, source.data, source.uuid) == (url, data, uuid)
-    assert source.options == {"max_pixels": 9, **options}
+    assert source.options == ({} if options is None else {"max_pixels": 9, **options})
+    assert source.is_array == (options is None)
     assert source.param.startswith("messages[0].content[1]")
     (item,) = sent[0].media
     assert (item.kind, item.length) == (source.kind, 3)
@@ -158,8 +169,9 @@ async def test_shapes(
     ("messages", "param", "text"),
     [
         (user({"type": "input_audio", "input_audio": {}}), "messages[0].content[0].type", "'input_audio' is not"),
-        (user(file()), "messages[0].content[0].file.file_data", "file_data or file_url is missing"),
-        (user(file(file_id="1")), "messages[0].content[0].file.file_id", "is not supported"),
+        (user(file()), "messages[0].content[0].file.file_data", "file_data, file_url or file_id is missing"),
+        (user(file(file_id="1", file_data=PNG)), "messages[0].content[0].file.file_data", "exclude each"),
+        (user(file(file_id="")), "messages[0].content[0].file.file_id", "is empty"),
         (user(file(file_data=PNG, file_url="https://a/b")), "messages[0].content[0].file.file_data", "exclude each"),
         (user(file(file_data="AAAA", filename="a.zip")), "messages[0].content[0].file.file_data", "'application/zip'"),
         (user(file(file_data="AAAA")), "messages[0].content[0].file.file_data", "type 'unknown'"),
@@ -169,7 +181,14 @@ async def test_shapes(
             "messages[0].content[2].file.file_data",
             "each page of a document",
         ),
-        (user({"type": "image_embeds"}), "messages[0].content[0].type", "'image_embeds' is not supported"),
+        (user(embeds("a*")), "messages[0].content[0].image_embeds", "image_embeds: invalid base64"),
+        (user(embeds("")), "messages[0].content[0].image_embeds", "image_embeds is missing"),
+        (user(embeds({"image_grid_thw": "YQ=="}, uuid="a")), "messages[0].content[0].image_embeds", "is missing"),
+        (
+            user(embeds({"image_embeds": "YQ==", "x": ""})),
+            "messages[0].content[0].image_embeds",
+            "'x' is not supported",
+        ),
         (user(image("ftp://a/b")), "messages[0].content[0].image_url", "scheme http"),
         (user(image("data:image/png;base64,a*")), "messages[0].content[0].image_url", "invalid base64"),
         (user({"type": "image_url"}), "messages[0].content[0].image_url", "a URL is missing"),
@@ -219,7 +238,7 @@ async def test_large_bodies_are_loaded_by_their_process(
         assert response.status_code == 200
         await answer(server, user(image()))
         assert loader.handed_over == loader.adopted == ["lease 1"]
-        assert loader.owners == ["api-1", "api-1"]
+        assert loader.owners == [f"sha256:{hashlib.sha256(b'secret').hexdigest()}"] * 2
         assert [len(each.media) for each in sent] == [1, 1]
         await until_released(loader)
 
@@ -257,7 +276,7 @@ async def post(server: Server, route: str, body: bytes) -> httpx.Response:
     return await server.http.post(route, content=body, headers={"Content-Type": "application/json"})
 
 
-@pytest.mark.parametrize("route", [CHAT, "/tokenize", "/v1/messages"])
+@pytest.mark.parametrize("route", [CHAT, "/tokenize", "/v1/messages", COMPLETIONS])
 async def test_a_body_that_only_its_images_make_large_is_parsed_without_them(
     server: Server, loader: FakeLoader, elsewhere: list[int], route: str
 ) -> None:
@@ -265,7 +284,9 @@ async def test_a_body_that_only_its_images_make_large_is_parsed_without_them(
     part, small = image(LARGE), image("https://a/b.png")
     if route == "/v1/messages":
         part, small = ({"type": "image", "source": each} for each in (source, {"type": "url", "url": "http://a"}))
-    body = {"model": "echo", "messages": user("see ", part, small, part), "max_tokens": 4}
+    body: dict[str, Any] = {"model": "echo", "messages": user("see ", part, small, part), "max_tokens": 4}
+    if route == COMPLETIONS:
+        body = {"prompt": IMAGE * 3, "multi_modal_data": {"image": [LARGE, "https://a/b.png", LARGE]}, "max_tokens": 4}
     assert (await post(server, route, json.dumps(body).encode())).status_code == 200
     assert not elsewhere
     assert [(base64.b64decode(each.data), each.is_base64) for each in loader.loaded] == [
@@ -371,6 +392,60 @@ async def test_beam_search(server: Server, loader: FakeLoader, sent: list[Engine
     await until_released(loader)
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_completions(
+    server: Server, loader: FakeLoader, sent: list[EngineCoreRequest], config: EngineConfig, as_ids: bool
+) -> None:
+    text = f"see {IMAGE}{VIDEO} and {IMAGE}"
+    body = {
+        "prompt": Tokenizer.load(config.model.tokenizer).encode(text, add_special_tokens=False) if as_ids else text,
+        "multi_modal_data": {"image": [PNG, None], "video": "https://a/b.mp4"},
+        "multi_modal_uuids": {"image": [None, "mine"]},
+        "mm_processor_kwargs": {"max_pixels": 9},
+        "echo": True,
+        "logprobs": 0,
+        "max_tokens": 1,
+    }
+    response = await server.http.post(COMPLETIONS, json=body)
+    assert response.status_code == 200, response.text
+    assert [(each.kind, each.data, each.url, each.uuid, each.options) for each in loader.loaded] == [
+        ("image", b"png", "", "", {"max_pixels": 9}),
+        ("image", b"", "", "mine", {"max_pixels": 9}),
+        ("video", b"", "https://a/b.mp4", "", {"max_pixels": 9}),
+    ]
+    assert [item.kind for item in sent[0].media] == ["image", "video", "image"]
+    found = response.json()
+    details = found["usage"]["prompt_tokens_details"]
+    assert (details["image_tokens"], details["video_tokens"]) == (6, 3)
+    (choice,) = found["choices"]
+    assert choice["text"].startswith(f"see {IMAGE * 3}{VIDEO * 3} and {IMAGE * 3}")  # as the tokens are
+    assert len(choice["logprobs"]["tokens"]) == found["usage"]["total_tokens"]
+    await until_released(loader)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"prompt": ["a", IMAGE]}, "prompt", "need a single prompt"),
+        ({"prompt": IMAGE * 2}, "prompt", f"it must have '{IMAGE}' or '{VIDEO}' once for each item"),
+        ({"multi_modal_data": {"audio": PNG}}, "multi_modal_data.audio", "is not a parameter"),
+        ({"multi_modal_data": {"image": "/etc/passwd"}}, "multi_modal_data.image[0]", "expected a URL of the scheme"),
+        ({"multi_modal_data": {"image": [None]}}, "multi_modal_data.image[0]", "a URL is missing"),
+        (
+            {"multi_modal_uuids": {"image": ["a", "b"]}},
+            "multi_modal_uuids.image",
+            "2 for 1 items of multi_modal",
+        ),
+        ({"prompt": IMAGE * 4, "multi_modal_data": {"image": [PNG] * 4}}, "multi_modal_data.image[3]", "at most 3"),
+    ],
+)
+async def test_refused_completions(server: Server, fields: dict[str, Any], param: str, text: str) -> None:
+    body = {"prompt": IMAGE, "multi_modal_data": {"image": PNG}} | fields
+    error = (await server.http.post(COMPLETIONS, json=body)).json()["error"]
+    assert error["param"] == param
+    assert text in error["message"]
+
+
 async def test_tokenize_counts_items(server: Server, loader: FakeLoader) -> None:
     counts = [(await answer(server, messages, "/tokenize"))["count"] for messages in (user("a"), user("a", image()))]
     assert counts[1] == counts[0] + 3
@@ -440,6 +515,15 @@ async def test_files(server: Server, loader: FakeLoader, sent: list[EngineCoreRe
     await until_released(loader)
 
 
+async def test_an_uploaded_text_is_shown_as_one_in_the_request(server: Server, sent: list[EngineCoreRequest]) -> None:
+    for beside in ([], [image()]):
+        for given in ({"file_data": "aGk="}, {"file_id": "text"}):
+            await answer(server, user("see", file(**given, filename="a.md"), "then", *beside))
+        inline, uploaded = sent[-2:]
+        assert uploaded.prompt_token_ids == inline.prompt_token_ids
+        assert len(uploaded.media) == len(inline.media) == len(beside)
+
+
 async def test_messages(server: Server, loader: FakeLoader, sent: list[EngineCoreRequest]) -> None:
     source: dict[str, Any] = {"type": "base64", "media_type": "image/png", "data": PNG.partition(",")[2]}
     url = {"type": "image", "source": {"type": "url", "url": "https://a/b"}}
@@ -462,7 +546,10 @@ async def test_messages(server: Server, loader: FakeLoader, sent: list[EngineCor
     assert f"Error: {IMAGE * 3}" in prompt
     counted = await server.http.post("/v1/messages/count_tokens", json=body)
     assert counted.json()["input_tokens"] == len(sent[0].prompt_token_ids)
-    body["messages"] = [{"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "1"}}]}]
-    refused = await server.http.post("/v1/messages", json=body)
-    assert "source.type must be base64 or url; 'file' is not supported" in refused.json()["error"]["message"]
+    source = {"type": "file", "file_id": "1"}
+    body["messages"] = [
+        {"role": "user", "content": [{"type": kind, "source": source} for kind in ("image", "document")]}
+    ]
+    await server.http.post("/v1/messages/count_tokens", json=body)
+    assert [(each.file_id, each.is_document) for each in loader.loaded[-2:]] == [("1", False), ("1", True)]
     await until_released(loader)

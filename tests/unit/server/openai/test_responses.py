@@ -485,12 +485,12 @@ def test_keys_share_the_store() -> None:
     record = HttpRequestRecord()
 
     def add(key: str, *names: str, size: int = 5) -> None:
-        record.key = key
+        record.owner = key
         for name in names:
             store.add(name, StoredResponse(b"x" * size, b""))
 
     def held(key: str) -> list[str]:
-        record.key = key
+        record.owner = key
         return [name for name in "abcdefgh" if store.get(name) is not None]
 
     token = RECORD.set(record)

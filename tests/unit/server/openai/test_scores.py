@@ -320,8 +320,12 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("/rerank", {"query": "a", "documents": ["b"] * 2049}, "at most 2048", "documents"),
     ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "", "documents"),
     ("/classify", {"input": []}, "must not be empty", "input"),
-    ("/classify", {"messages": []}, "", "input"),
-    ("/pooling", {"input": "a", "task": "token_embed"}, "'embed' or 'classify'", "task"),
+    ("/classify", {}, "Field required", "input"),
+    ("/classify", {"messages": []}, "no chat template", "messages"),
+    ("/classify", {"input": "a", "add_generation_prompt": True}, "is only for messages", "add_generation_prompt"),
+    ("/rerank", {"query": "a", "documents": [{"text": "b", "image": "c"}]}, "exclude each other", "documents[0].text"),
+    ("/rerank", {"query": "a", "documents": [{"content": []}]}, "must not be empty", "documents[0].content"),
+    ("/pooling", {"input": "a", "task": "token_embed"}, "does not support embeddings of tokens", "model"),
     ("/pooling", {"input": "a", "dimensions": 1}, "is a classifier", "dimensions"),
 ]
 

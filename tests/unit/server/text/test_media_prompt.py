@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.media import MediaData, MediaItem, MediaKind, MediaRun
@@ -36,6 +37,8 @@ class Model(NamedTuple):
     """The text of an image of two features in a row, three in all."""
     video: str = ""
     video_token: str = ""
+    around_text: tuple[str, str] = ("", "")
+    """What the processor puts behind the last item, and behind the prompt, which then has no special tokens."""
 
 
 QWEN = """{%- for message in messages -%}<|im_start|>{{ message.role }}
@@ -107,7 +110,7 @@ def make(model: Model) -> tuple[InputProcessor, FakeLoader]:
     tokenizer = wrapped(backend)
     image = backend.token_to_id(model.image_token)
     spec = media_spec(image, backend.token_to_id(model.video_token) if model.video_token else None)
-    loader = FakeLoader(MediaFormat(model.image, model.video), text)
+    loader = FakeLoader(MediaFormat(model.image, model.video, *model.around_text, not any(model.around_text)), text)
     config = engine_config(max_model_len=256, architecture=replace(TINY, vocab_size=backend.get_vocab_size()))
     processor = InputProcessor(
         tokenizer,
@@ -324,6 +327,20 @@ async def test_prompts_that_have_placeholders() -> None:
     assert len(loader.loaded) == 4
     del made
     await until_released(loader)
+
+
+async def test_text_around_that_of_a_prompt() -> None:
+    """In place of the tokenizer's special tokens, which a prompt without items has."""
+    processor, _ = make(MODELS["LLaVA"]._replace(around_text=("</img>", "\n")))
+    start: Any = processor.tokenizer.encode("<img>", add_special_tokens=False)[0]
+    processor.tokenizer.backend.post_processor = TemplateProcessing(
+        single="<img> $A", special_tokens=[("<img>", start)]
+    )
+    media = conversation(("user", ["I", "I"])).media
+    made = await processor.process_prompts(["<image> a <image> b"], SamplingParams(max_tokens=1), media=media)
+    assert shown(processor, made) == "⟦i3⟧ a ⟦i3⟧</img> b\n"
+    made = await processor.process_prompts(["b"], SamplingParams(max_tokens=1))
+    assert made.prompts[0][0] == start
 
 
 async def test_placeholders_of_several_tokens() -> None:
