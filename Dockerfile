@@ -35,7 +35,8 @@ ARG VARIANT
 # Another torch than that of constraints.txt, which has the versions that the tests run with.
 ARG TORCH=""
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${VARIANT}
-# Extras of Quire, with commas between them: ray, otlp.
+# Extras of Quire, with commas between them: ray, otlp, pdf, video, heif. The wheels of the last two contain x264 or x265,
+# under the GPL.
 ARG EXTRAS=""
 COPY pyproject.toml constraints.txt /src/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
