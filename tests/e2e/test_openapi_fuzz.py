@@ -45,6 +45,10 @@ def tame() -> Document:
     message = shapes["ChatMessage"]
     message["required"].append("content")
     message["properties"] |= {"content": {"type": "string"}, "role": {"enum": ["system", "user", "assistant"]}}
+    inputs, content = shapes["EmbeddingRequest"], shapes["ContentInput"]
+    inputs["required"] = ["input"]
+    del inputs["properties"]["messages"]
+    content |= {"properties": {"text": content["properties"]["text"]}, "required": ["text"]}
     return document
 
 
