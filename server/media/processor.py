@@ -159,8 +159,9 @@ class Processor:
         """How prompts refer to items."""
         placeholder, example = self.hf.image_token, "x"
         picture = Image.new("RGB", _EXAMPLES[0])
-        of_got_ocr = {"format": False, "images_kwargs": {}}  # which others ignore
-        _, (text,), *_ = self.hf.prepare_inputs_layout(images=[picture], text=[placeholder + example], **of_got_ocr)
+        _, (text,), *_ = self.hf.prepare_inputs_layout(  # GOT-OCR 2's reads `format` and `images_kwargs`
+            images=[picture], text=[placeholder + example], format=False, images_kwargs={}
+        )
         start, _, end = text.partition(placeholder)[2].rpartition(example)
         special, plain = (self.hf.tokenizer(example, add_special_tokens=adds).input_ids for adds in (True, False))
         return MediaFormat(placeholder, self._video.placeholder, start, end, special != plain)
