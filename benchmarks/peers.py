@@ -75,7 +75,7 @@ class Peer(ABC):
     @abstractmethod
     def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch: ...
 
-    def body(self, model: Path, prompt: list[int], text: str, output_tokens: int) -> dict[str, Any]:
+    def body(self, model: Path, prompt: list[int] | str, text: str, output_tokens: int) -> dict[str, Any]:
         """A greedy completion of exactly `output_tokens` tokens. `text` is the prompt for servers that do not accept
         ids."""
         return {
@@ -352,7 +352,7 @@ class Transformers(Peer):
         command += ["--cb-block-size", "32", "--cb-num-blocks", str(_SLOTS * _SLOT_TOKENS // 32)]
         return Launch([*command, "--port", str(port)], {})
 
-    def body(self, model: Path, prompt: list[int], text: str, output_tokens: int) -> dict[str, Any]:
+    def body(self, model: Path, prompt: list[int] | str, text: str, output_tokens: int) -> dict[str, Any]:
         return {"model": str(model), "prompt": text, "max_tokens": output_tokens, "temperature": 0}
 
     async def prompt_logprobs(self, address: Address, model: Path, prompt: list[int]) -> list[float] | None:
@@ -453,10 +453,10 @@ class Server:
         shared = str(self.model.parent.parent)
         return " ".join([*ours, *(_portable(part, shared) for part in launch.command)])
 
-    def body(self, prompt: list[int], text: str, output_tokens: int) -> dict[str, Any]:
+    def body(self, prompt: list[int] | str, text: str, output_tokens: int) -> dict[str, Any]:
         return self.peer.body(self.model, prompt, text, output_tokens)
 
-    async def start(self, prompt: list[int], text: str, limit: float) -> float:
+    async def start(self, prompt: list[int] | str, text: str, limit: float) -> float:
         """Start the server and request one token; returns the seconds from the command to that token.
 
         Raises `RequestFailed` with the end of its log if it exits or takes longer than `limit`.
