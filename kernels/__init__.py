@@ -33,13 +33,17 @@ from quire.kernels.linear import (
     pack_linear,
     widens_weights,
 )
+from quire.kernels.low_rank import AdapterRows, LowRankPool
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from quire.kernels.sequences import SequenceKV
 
 __all__ = [
+    "AdapterRows",
     "AttentionConfig",
     "AttentionLayer",
     "BackendUnavailable",
     "HostMetadata",
+    "LowRankPool",
     "PackedEmbedding",
     "PackedExperts",
     "PackedGatedLinear",
@@ -50,9 +54,11 @@ __all__ = [
     "RecurrentState",
     "RoundedRows",
     "RowRounding",
+    "SequenceKV",
     "StateSegments",
     "act_mul",
     "activate",
+    "add_low_rank",
     "add_rms_norm",
     "add_rms_norm_rounded",
     "allocate_kv_cache",
@@ -119,6 +125,7 @@ sparse_attention = by_device(reference.sparse_attention)
 compress_tokens = by_device(reference.compress_tokens)
 mhc_pre = by_device(reference.mhc_pre)
 mhc_post = by_device(reference.mhc_post)
+add_low_rank = by_device(reference.add_low_rank)
 apply_bitmask = by_device(reference.apply_bitmask)
 score_tokens = by_device(reference.score_tokens)
 penalize = by_device(reference.penalize)

@@ -130,6 +130,7 @@ def _examples(inputs: Inputs, config: AttentionConfig, formats: Collection[Quant
     yield examples.compression(inputs, requests, (80, 4, 1), rotary_dim=8, gated=False, normed=False)
     yield from examples.recurrent(inputs, 20, heads=(2, 6, 80), state_size=80)
     yield examples.fused_experts(inputs, 3, (5, 2, 200, 48))
+    yield from examples.low_rank(inputs, 21, 200, (72, 40), (3, 0, 16, 1, 35))
     by_groups: dict[str, Any] = {"groups": 5, "top_groups": 2, "group_score": "top2_sum", "has_bias": True}
     yield examples.route(inputs, 5, 40, 3, "softmax")
     yield examples.route(inputs, 5, 40, 4, "topk_softmax", scale=2.0)

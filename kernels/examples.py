@@ -22,6 +22,7 @@ from quire.kernels.attention_config import AttentionCase, AttentionLayer, HostMe
 from quire.kernels.cache import FP8_CAPABILITY, LARGEST, StateSegments, allocate_kv_cache
 from quire.kernels.coded_words import RowRounding, pack_words, typed_codes
 from quire.kernels.fp4 import FP4_CAPABILITY, pack_fp4
+from quire.kernels.low_rank import AdapterRows, LowRankPool
 from quire.kernels.quantized import VALUES, QuantizedFormat, QuantizedWeight
 
 _LEAST_STEPS = {
@@ -358,6 +359,59 @@ def fused_experts(
     return _example("fused_experts", named, x, *chosen, up, down, activation, *biases)
 
 
+def low_rank_pool(
+    inputs: Inputs,
+    in_features: int,
+    widths: Sequence[int],
+    ranks: Sequence[int],
+    dtype: torch.dtype | None = None,
+    **options: bool,
+) -> LowRankPool:
+    """A slot for each rank, which is that of its first part; the second part has the rank of the next slot, …"""
+    ranks_of = [[ranks[(slot + part) % len(ranks)] for part in range(len(widths))] for slot in range(len(ranks))]
+    pool = LowRankPool.allocate(
+        len(ranks),
+        sum(map(sum, ranks_of)),
+        in_features,
+        widths,
+        dtype or inputs.dtype,
+        inputs.device,
+        max(ranks),
+        **options,
+    )
+    first = 0
+    for slot, every in enumerate(ranks_of):
+        changes = [
+            (inputs.normal(rank, in_features) / in_features**0.5, inputs.normal(width, rank) / max(1, rank) ** 0.5)
+            for rank, width in zip(every, widths, strict=True)
+        ]
+        pool.assign(slot, first, [change if len(change[0]) else None for change in changes])
+        first += sum(every)
+    if pool.scale is not None:
+        pool.scale.copy_(inputs.uniform(*pool.scale.shape) + 0.5)
+    if pool.bias is not None:
+        pool.bias.copy_(inputs.normal(*pool.bias.shape))
+    return pool
+
+
+def low_rank(
+    inputs: Inputs, rows: int, in_features: int, widths: Sequence[int], ranks: Sequence[int]
+) -> Iterator[Example]:
+    """Rows of adapters of these ranks (see `low_rank_pool`), and of none, in random order."""
+    x, out = inputs.normal(rows, in_features), inputs.normal(rows, sum(widths))
+    of_rows = AdapterRows.of(inputs.integers(-1, len(ranks), rows), len(ranks))
+    named = f"{rows} × {in_features}, {[*widths]}, {len(ranks)} ranks up to {max(ranks)}"
+    every: list[tuple[str, Tensor, dict[str, Any]]] = [
+        ("", out, {}),
+        (", scale and bias, float32 result", out.float(), {"has_scale": True, "has_bias": True}),
+    ]
+    if inputs.dtype == torch.float32:
+        every += [(f", {str(dtype)[6:]} pool", out, {"dtype": dtype}) for dtype in (torch.bfloat16, torch.float16)]
+    for what, given, options in every:
+        pool = low_rank_pool(inputs, in_features, widths, ranks, **options)
+        yield _example("add_low_rank", named + what, given, x, pool, of_rows, changes=0)
+
+
 def route(
     inputs: Inputs, tokens: int, experts: int, top_k: int, scoring: str, *, has_bias: bool = False, **options: Any
 ) -> Example:
@@ -570,6 +624,15 @@ def packed_matmuls(inputs: Inputs) -> Iterator[Example]:
     yield _example("pack_int4_tiles", "", weight, 32)
     yield _example("int8_linear", "", x, *packed.pack_int8_tiles(weight), bias, 70)
     yield _example("int4_linear", "", x, packed.pack_int4_tiles(weight, 32), bias, 70)
+    pool = low_rank_pool(inputs, 96, (35, 35), (3, 16, 0), has_scale=True)
+    adapters = pool, AdapterRows.of(inputs.tensor(1, -1, 0, 2, 0), 3)
+    per_word = 2 if dtype == torch.bfloat16 else 1
+    for of_weight in (
+        packed.pack_int8_tiles(weight, True),
+        (packed.pack_int4_tiles(weight, 32, True), None),
+        (packed.pack_tiles(weight, per_word, True), None),
+    ):
+        yield _example("gated_low_rank", "", x, *of_weight, None, 35, "silu", *adapters)
     chosen = _chosen(inputs, 5, 3, 2)
     for values, group in (("int4", 32), ("nf4", 32), ("fp8", 32), ("int8", 0), ("uint8", 32)):
         form = QuantizedFormat(values, group, has_offsets=group > 0)

@@ -23,12 +23,15 @@ from quire.kernels import coded_words, dispatch, fp4, isa, packed, quantized, re
 from quire.kernels.cache import FP8_CAPABILITY
 from quire.kernels.coded_words import RoundedRows, RowRounding
 from quire.kernels.dispatch import by_device
+from quire.kernels.low_rank import AdapterRows, LowRankPool
 from quire.kernels.packed_state import Packed
 from quire.kernels.quantized import QuantizedWeight
 
 Quantization = Literal["int8", "int4"]
 
 _act_mul = by_device(reference.act_mul)
+_add_low_rank = by_device(reference.add_low_rank)
+_gated_low_rank = by_device(packed.gated_low_rank)
 _quantize_rows = by_device(packed.quantize_rows)
 _scale_rows = by_device(packed.scale_rows)
 _pack_tiles = by_device(packed.pack_tiles)
@@ -66,6 +69,29 @@ class PackedLinear(Packed, ABC):
     def of_rounded(self, x: RoundedRows, bias: Tensor | None) -> Tensor:
         """Like a call, with inputs that are rounded as `row_rounding` says; only called if that is not None."""
         raise AssertionError(f"{type(self).__name__} does not take rounded inputs")
+
+    @property
+    def activation(self) -> str:
+        """The gated activation that calls apply, or ""."""
+        return ""
+
+    def with_low_rank(self, x: Tensor, bias: Tensor | None, pool: LowRankPool, rows: AdapterRows) -> Tensor:
+        """Like a call, of a layer that adapters change; of gated ones, gates and ups are the parts of `pool`. Rows
+        without an adapter have the results of a call, to the last bit where a row does not depend on the others. If
+        none has any, it is a call."""
+        if not rows.has_adapters:
+            return self(x, bias)
+        out = self.gates_and_ups(x, bias) if self.activation else self(x, bias)
+        _add_low_rank(out, x, pool, rows)
+        return _act_mul(out, self.activation).to(x.dtype) if self.activation else out
+
+    def gates_and_ups(self, x: Tensor | RoundedRows, bias: Tensor | None) -> Tensor:
+        """For a weight that `pack_gated` has packed: gates and then ups, `[rows, 2 * size]`.
+
+        `act_mul` of them, in the type of `x`, is the result of a call, to the last bit: they are float32 where a call
+        activates its sums before it rounds them.
+        """
+        raise AssertionError(f"{type(self).__name__} has no gates")
 
 
 class PackedEmbedding(PackedLinear):
@@ -245,12 +271,19 @@ class PackedGatedLinear(PackedLinear):
     def row_rounding(self) -> RowRounding | None:
         return self._product.row_rounding
 
+    @property
+    def activation(self) -> str:
+        return self._activation
+
     def of_rounded(self, x: RoundedRows, bias: Tensor | None) -> Tensor:
         return _act_mul(self._product.of_rounded(x, bias), self._activation)
 
+    def gates_and_ups(self, x: Tensor | RoundedRows, bias: Tensor | None) -> Tensor:
+        return self._product.of_rounded(x, bias) if isinstance(x, RoundedRows) else self._product(x, bias)
+
     def rounded(self, x: Tensor | RoundedRows, bias: Tensor | None, rounding: RowRounding) -> RoundedRows:
         """Return the result quantized for the next matmul."""
-        both = self._product.of_rounded(x, bias) if isinstance(x, RoundedRows) else self._product(x, bias)
+        both = self.gates_and_ups(x, bias)
         return RoundedRows(*_act_mul_rounded(both, self._activation, *rounding), both.dtype, rounding)
 
 
@@ -261,8 +294,35 @@ class FusedLinear(PackedLinear):
     def __init__(self, outs: int, activation: str) -> None:
         self._features, self._activation = outs // (2 if activation else 1), activation
 
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._multiply(x, self._interleaved(bias), self._activation)
+
+    @property
+    def activation(self) -> str:
+        return self._activation
+
+    def with_low_rank(self, x: Tensor, bias: Tensor | None, pool: LowRankPool, rows: AdapterRows) -> Tensor:
+        if not (rows.has_adapters and self._activation) or self._tiles is None:
+            return super().with_low_rank(x, bias, pool, rows)
+        bias = self._interleaved(bias)
+        return _gated_low_rank(x, *self._tiles, bias, self._features, self._activation, pool, rows)
+
+    @property
+    def _tiles(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weight and its scales for `packed.gated_low_rank`; None: it does not support them."""
+        return None
+
+    def gates_and_ups(self, x: Tensor | RoundedRows, bias: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor)
+        assert self._activation
+        return self._multiply(x, self._interleaved(bias), packed.SEPARATE)
+
     def _interleaved(self, bias: Tensor | None) -> Tensor | None:
         return packed.interleave_gated(bias) if bias is not None and self._activation else bias
+
+    @abstractmethod
+    def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """`activation` and `bias` are as in `packed.tiled_linear`."""
 
 
 class TiledLinear(FusedLinear):
@@ -272,8 +332,12 @@ class TiledLinear(FusedLinear):
         super().__init__(len(weight), activation)
         self._weight = pack_float_tiles(weight, bool(activation))
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return _tiled_linear(x, self._weight, self._interleaved(bias), self._features, self._activation)
+    @property
+    def _tiles(self) -> tuple[Tensor, Tensor | None]:
+        return self._weight, None
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        return _tiled_linear(x, self._weight, bias, self._features, activation)
 
 
 class PackedGroups(PackedLinear):
@@ -339,9 +403,12 @@ class Int8Linear(FusedLinear):
             outs, (self._weight, self._scales) = len(weight), pack_int8_tiles(weight.detach(), bool(activation))
         super().__init__(outs, activation)
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        bias = self._interleaved(bias)
-        return _int8_linear(x, self._weight, self._scales, bias, self._features, self._activation, *self._rounding)
+    @property
+    def _tiles(self) -> tuple[Tensor, Tensor | None] | None:
+        return None if self._rounding else (self._weight, self._scales)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        return _int8_linear(x, self._weight, self._scales, bias, self._features, activation, *self._rounding)
 
 
 class Int8OneDNNLinear(PackedLinear):
@@ -393,8 +460,12 @@ class Int4Linear(FusedLinear):
         super().__init__(len(weight.codes if isinstance(weight, QuantizedWeight) else weight), activation)
         self._weight = pack_int4_tiles(weight, bool(activation))
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return _int4_linear(x, self._weight, self._interleaved(bias), self._features, self._activation)
+    @property
+    def _tiles(self) -> tuple[Tensor, Tensor | None]:
+        return self._weight, None
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        return _int4_linear(x, self._weight, bias, self._features, activation)
 
 
 class CodedLinear(FusedLinear, PackedEmbedding):
@@ -406,10 +477,9 @@ class CodedLinear(FusedLinear, PackedEmbedding):
         self._weight, self._scales = tiles.tiles, tiles.scales
         self._values, self._group, self._factors = tiles.values, tiles.group, tiles.factors
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        bias = self._interleaved(bias)
+    def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         form = self._values, self._group, self._factors
-        return _coded_linear(x, self._weight, self._scales, bias, self._features, *form, self._activation)
+        return _coded_linear(x, self._weight, self._scales, bias, self._features, *form, activation)
 
     def rows(self, rows: Tensor) -> Tensor:
         tiles = quantized.CodedTiles(self._values, self._group, self._factors, self._weight, self._scales)
@@ -466,8 +536,19 @@ class GatheredLinear(PackedEmbedding):
         self._product, self._columns = product, columns
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._product(self._gathered(x), bias)
+
+    @property
+    def activation(self) -> str:
+        return self._product.activation
+
+    def gates_and_ups(self, x: Tensor | RoundedRows, bias: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor)
+        return self._product.gates_and_ups(self._gathered(x), bias)
+
+    def _gathered(self, x: Tensor) -> Tensor:
         x = F.pad(x, (0, 1)) if x.shape[1] < len(self._columns) else x
-        return self._product(x.index_select(1, self._columns), bias)
+        return x.index_select(1, self._columns)
 
     def rows(self, rows: Tensor) -> Tensor:
         assert isinstance(self._product, PackedEmbedding)
@@ -484,3 +565,11 @@ class StaticScaleLinear(PackedLinear):
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._product(quantized.round_static(x, self._rounding), bias)
+
+    @property
+    def activation(self) -> str:
+        return self._product.activation
+
+    def gates_and_ups(self, x: Tensor | RoundedRows, bias: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor)
+        return self._product.gates_and_ups(quantized.round_static(x, self._rounding), bias)

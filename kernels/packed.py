@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.reference import act_mul, activate, by_expert
+from quire.kernels.low_rank import AdapterRows, LowRankPool
+from quire.kernels.reference import act_mul, activate, add_low_rank, by_expert
 
 INT8_ZERO = 128
 """The unsigned byte that represents 0 in quantized activations."""
@@ -57,6 +58,9 @@ def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]
 
 TILE = 32
 """Output features per tile."""
+SEPARATE = "separate"
+"""In place of an activation: the result is gates and then ups, float32. It is among the names of activations because
+both say what becomes of the sums of tiles of gates and ups; a flag of its own would have no meaning for other tiles."""
 INT8_OFFSET = 128
 """Added to packed 8-bit weights to make them unsigned, which flips their highest bit."""
 
@@ -117,11 +121,12 @@ def interleave_gated(gate_up: Tensor) -> Tensor:
     return torch.stack([part.view(-1, half, *part.shape[1:]) for part in padded], dim=1).flatten(0, 2)
 
 
-def _gated(both: Tensor, activation: str, features: int) -> Tensor:
-    """`act_mul` of rows in the order of `interleave_gated`."""
+def _gated(both: Tensor, activation: str, features: int, dtype: torch.dtype) -> Tensor:
+    """`act_mul`, in `dtype`, of rows of float32 in the order of `interleave_gated`; or SEPARATE."""
     halves = both.view(len(both), -1, 2, TILE // 2)
     gates, ups = (halves[:, :, side].flatten(1)[:, :features] for side in range(2))
-    return act_mul(torch.cat((gates, ups), dim=-1), activation)
+    separate = torch.cat((gates, ups), dim=-1)
+    return separate if activation == SEPARATE else act_mul(separate, activation).to(dtype)
 
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
@@ -129,12 +134,12 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, 
     same sums; returns `[rows, features]` of the type of `x`.
 
     A word is one float32, one float16 or two bfloat16. With an activation, weight and bias are in the order of
-    `interleave_gated`, and the result is gated.
+    `interleave_gated`, and the result is gated; or it is SEPARATE, `[rows, 2 * features]`.
     """
     if activation:
         both = F.linear(x.float(), _unpack_tiles(weight, len(weight) * TILE, x.shape[1]).float())
         both = both if bias is None else both + bias
-        return _gated(both, activation, features).to(x.dtype)
+        return _gated(both, activation, features, x.dtype)
     return F.linear(x, _unpack_tiles(weight, features, x.shape[1]).to(x.dtype), bias)
 
 
@@ -157,7 +162,7 @@ def int8_linear(
     if activation:
         both = int8_linear(x.float(), weight, scales, None, len(weight) * TILE, "", rounding, excess)
         both = both if bias is None else both + bias
-        return _gated(both, activation, features).to(x.dtype)
+        return _gated(both, activation, features, x.dtype)
     unpacked = _unpack_tiles(weight, features, x.shape[1]).double() - INT8_OFFSET
     if rounding is None or excess is None:
         quantized, row_scales = quantize_rows(x)
@@ -178,12 +183,36 @@ def int4_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, a
     if activation:
         both = int4_linear(x.float(), weight, None, len(weight) * TILE)
         both = both if bias is None else both + bias
-        return _gated(both, activation, features).to(x.dtype)
+        return _gated(both, activation, features, x.dtype)
     unpacked = _unpack_int4(weight)[:features]
     quantized, scales = quantize_rows(x.reshape(-1, x.shape[1] // weight.shape[1]))
     rounded = (quantized.float() - INT8_ZERO) * scales[:, None]
     out = F.linear(rounded.view(x.shape), unpacked)
     return (out if bias is None else out + bias).to(x.dtype)
+
+
+def gated_low_rank(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    features: int,
+    activation: str,
+    pool: LowRankPool,
+    rows: AdapterRows,
+) -> Tensor:
+    """A gated product whose gates and ups are changed by `add_low_rank` before the activation; `[rows, features]`.
+
+    The weight is tiles as for `int8_linear` if there are scales, as for `int4_linear`, or as for `tiled_linear`.
+    """
+    if scales is not None:
+        both = int8_linear(x, weight, scales, bias, features, SEPARATE)
+    elif weight.dtype == torch.uint8:
+        both = int4_linear(x, weight, bias, features, SEPARATE)
+    else:
+        both = tiled_linear(x, weight, bias, features, SEPARATE)
+    add_low_rank(both, x, pool, rows)
+    return act_mul(both, activation).to(x.dtype)
 
 
 def packed_experts(

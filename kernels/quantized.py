@@ -396,7 +396,7 @@ def coded_linear(
     out = F.linear(x.float(), weight[:, : x.shape[1]])
     if activation:
         out = out if bias is None else out + bias
-        return _gated(out, activation, features).to(x.dtype)
+        return _gated(out, activation, features, x.dtype)
     out = out[:, :features]
     return (out if bias is None else out + bias).to(x.dtype)
 

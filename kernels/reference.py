@@ -17,11 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.cache import LARGEST, QuantizedRows, StateSegments, dequantize, quantize
+from quire.kernels.low_rank import AdapterRows, LowRankPool
 from quire.kernels.noise import gumbel_noise, uniform_noise
+from quire.kernels.sequences import SequenceKV
 
 __all__ = [
     "act_mul",
     "activate",
+    "add_low_rank",
     "add_rms_norm",
     "attention",
     "by_expert",
@@ -587,9 +590,8 @@ def attention(
     return output
 
 
-class SequenceKV:
-    """Keys and values of whole sequences, for `attention` without biases by slices of the rows. Sequence `s` is in rows
-    `starts[s]:starts[s + 1]`. A slice begins with row `first`."""
+class PlainSequenceKV(SequenceKV):
+    """Keys and values in the order of the rows."""
 
     def __init__(self, like: Tensor, starts: Tensor, kv_heads: int, head_dim: int) -> None:
         """Keys and values have the type and the device of `like`."""
@@ -597,15 +599,12 @@ class SequenceKV:
         self._key, self._value = like.new_empty(2, int(starts[-1]), kv_heads, head_dim)
 
     def write(self, query: Tensor, key: Tensor, value: Tensor, first: int, cos_sin: Tensor | None) -> Tensor:
-        """Store the keys and values of a slice, `[rows, kv_heads, head_dim]`, and return its queries. With `cos_sin`,
-        queries and keys are rotated (`rotary`)."""
         if cos_sin is not None:
             query, key = rotary(query, key, cos_sin)
         self._key[first : first + len(key)], self._value[first : first + len(key)] = key, value
         return query
 
     def attend(self, query: Tensor, first: int, scale: float) -> Tensor:
-        """`[rows, heads, head_dim]` of a slice → the same, when all keys and values are stored."""
         output = torch.empty_like(query)
         for start, end in pairwise(self._starts.tolist()):
             low, high = max(start, first), min(end, first + len(query))
@@ -619,7 +618,7 @@ class SequenceKV:
 
 def sequence_kv(like: Tensor, starts: Tensor, kv_heads: int, head_dim: int) -> SequenceKV:
     """A `SequenceKV` of the device's kernels."""
-    return SequenceKV(like, starts, kv_heads, head_dim)
+    return PlainSequenceKV(like, starts, kv_heads, head_dim)
 
 
 def _by_distance(biases: Tensor, count: int) -> Tensor:
@@ -730,6 +729,31 @@ def by_expert(x: R, weights: Tensor, ids: Tensor, experts: int, feed_forward: Ca
             rows = feed_forward(expert, x[tokens])
             total.index_add_(0, tokens, rows.float() * weights[tokens, places, None])
     return total.to(x.dtype)
+
+
+def add_low_rank(out: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None:
+    """Add the changes by each row's adapter to the product of a linear layer, in place, with float32 sums:
+    `out = scale * (out + x A^T B^T) + bias`, for the parts of `pool`. Of bfloat16, the sums `x A^T` may be rounded to
+    bfloat16 before B multiplies them (with AVX-512 BF16, and in Triton); of float16 they are not: they may exceed it.
+
+    `x` is `[rows, in]` and `out` `[rows, out]`, of the type of `x` or float32. Rows without an adapter do not change.
+    """
+    *starts, all_end = rows.starts.tolist()
+    if all_end != len(x):
+        raise RuntimeError(f"row {int(rows.order[all_end])} has a slot that does not exist")
+    slots = pool.slots.tolist()
+    for slot, (begin, end) in enumerate(pairwise(starts)):
+        if begin == end:
+            continue
+        own = rows.order[begin:end]
+        changed, inputs = out[own].float(), x[own].float()
+        for part, (first, rank) in zip(changed.split_with_sizes(pool.widths, dim=1), slots[slot], strict=True):
+            if rank:  # otherwise even zeros keep their signs
+                a, b = (each[first : first + rank].float() for each in (pool.a, pool.b))
+                part.add_(F.linear(inputs, a) @ b[:, : part.shape[1]])
+        changed = changed if pool.scale is None else changed * pool.scale[slot]
+        changed = changed if pool.bias is None else changed + pool.bias[slot]
+        out[own] = changed.to(out.dtype)
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:

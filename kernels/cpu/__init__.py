@@ -10,12 +10,15 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.cache import StateSegments
 from quire.kernels.cpu.build import CannotBuild, Operations, load
+from quire.kernels.low_rank import AdapterRows, LowRankPool
 from quire.kernels.quantized import VALUES
+from quire.kernels.sequences import SequenceKV
 
 __all__ = [
     "CannotBuild",
     "act_mul",
     "activate",
+    "add_low_rank",
     "add_rms_norm",
     "apply_bitmask",
     "attention",
@@ -23,6 +26,7 @@ __all__ = [
     "coded_experts",
     "coded_linear",
     "compress_tokens",
+    "gated_low_rank",
     "int4_linear",
     "int8_linear",
     "linear_attention",
@@ -407,7 +411,7 @@ def attention(
     return kv.attend(kv.write(query, key, value, 0, cos_sin), 0, scale)
 
 
-class PagedSequenceKV(reference.SequenceKV):
+class PagedSequenceKV(SequenceKV):
     """Paged attention with a cache of its own, whose blocks begin with the sequences."""
 
     def __init__(self, like: Tensor, starts: Tensor, kv_heads: int, head_dim: int) -> None:
@@ -434,6 +438,29 @@ class PagedSequenceKV(reference.SequenceKV):
 
 def sequence_kv(like: Tensor, starts: Tensor, kv_heads: int, head_dim: int) -> PagedSequenceKV:
     return PagedSequenceKV(like, starts, kv_heads, head_dim)
+
+
+def add_low_rank(out: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None:
+    _operations.add_low_rank(out, x, *_adapters(pool, rows))
+
+
+def gated_low_rank(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    features: int,
+    activation: str,
+    pool: LowRankPool,
+    rows: AdapterRows,
+) -> Tensor:
+    of_tiles = weight, scales, bias, features, activation
+    out: Tensor = _operations.gated_low_rank(x, *of_tiles, *_adapters(pool, rows))
+    return out
+
+
+def _adapters(pool: LowRankPool, rows: AdapterRows) -> tuple[Tensor | None, ...]:
+    return pool.a, pool.b, pool.slots, pool.bounds, pool.scale, pool.bias, rows.order, rows.starts
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:

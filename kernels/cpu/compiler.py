@@ -21,8 +21,9 @@ from pathlib import Path
 SOURCES = Path(__file__).parent
 PREBUILT = Path("prebuilt")
 """The folder beside the sources where a wheel has its libraries."""
-SECOND = frozenset({"coded", "compression", "experts", "hyper_connections", "index", "recurrent"})
-"""The sources of the second library: quantized checkpoints, and layers other than attention to all tokens and MLPs."""
+SECOND = frozenset({"coded", "compression", "experts", "hyper_connections", "index", "low_rank", "recurrent"})
+"""The sources of the second library: quantized checkpoints, adapters, and layers other than attention to all tokens and
+MLPs."""
 FIRST = frozenset(path.stem for path in SOURCES.glob("*.cpp")) - SECOND
 _OLDEST_TORCH = "0x020b000000000000"  # 2.11
 _COMPILE = (

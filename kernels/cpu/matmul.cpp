@@ -23,19 +23,18 @@ auto store_rows(Tensor& out, const std::optional<Tensor>& bias) {
   };
 }
 
-// The same for tiles of 16 gates and their ups, which give rows of half as many features.
-template <typename T>
-auto store_gated_rows(Tensor& out, const std::optional<Tensor>& bias, Gated gated) {
-  const int64_t features = out.size(1);
+// The same for tiles of 16 gates and their ups. Calls `store_pair(row, feature, gates, ups, n)` for their vectors.
+template <typename T, typename StorePair>
+auto store_gates_and_ups(int64_t features, const std::optional<Tensor>& bias, StorePair store_pair) {
   const T* biases = bias ? bias->const_data_ptr<T>() : nullptr;
-  return [=, to = out.mutable_data_ptr<T>()](int64_t tile, int64_t row, const TileSums& values) {
+  return [=](int64_t tile, int64_t row, const TileSums& values) {
     const auto value = [&](int64_t i) {
       const Floats value = values[i / kLanes];
       return biases ? value + load(biases + tile * kTile + i) : value;
     };
     const int64_t first = tile * kHalf;
     for_vectors(std::min<int64_t>(kHalf, features - first), [&](int64_t i, auto n) {
-      store(to + row * features + first + i, gated(value(i), value(i + kHalf)), n);
+      store_pair(row, first + i, value(i), value(i + kHalf), n);
     });
   };
 }
@@ -53,7 +52,9 @@ Tensor packed_linear(const TileForm& form, const Tensor& x, const Tensor& weight
                   "the bias has the wrong type or size");
   const Tensor from = as_contiguous(x);
   const auto* const data = static_cast<const char*>(weight.const_data_ptr());
-  Tensor out = empty({x.size(0), features}, x.scalar_type());
+  const bool is_separate = activation == "separate";  // gates and then ups
+  const ScalarType type = is_separate ? ScalarType::Float : x.scalar_type();
+  Tensor out = empty({x.size(0), is_separate ? 2 * features : features}, type);
   const Rows rows(form, from.const_data_ptr(), x.scalar_type(), x.size(0), x.size(1));
   const auto multiply = [&](auto finish) {
     const int64_t work = (x.size(0) + kReadingRows) * x.size(1) * kTile;  // of a tile
@@ -69,7 +70,17 @@ Tensor packed_linear(const TileForm& form, const Tensor& x, const Tensor& weight
   };
   for_type(x.scalar_type(), [&]<typename T>() {
     if (activation.empty()) return multiply(store_rows<T>(out, bias));
-    multiply(store_gated_rows<T>(out, bias, find_gated(activation)));
+    if (is_separate) {
+      return multiply(store_gates_and_ups<T>(features, bias, [=, to = out.mutable_data_ptr<float>()](
+                                                 int64_t row, int64_t feature, Floats gates, Floats ups, auto n) {
+        store(to + 2 * row * features + feature, gates, n);
+        store(to + (2 * row + 1) * features + feature, ups, n);
+      }));
+    }
+    multiply(store_gates_and_ups<T>(features, bias, [=, to = out.mutable_data_ptr<T>(), gated = find_gated(activation)](
+                                        int64_t row, int64_t feature, Floats gates, Floats ups, auto n) {
+      store(to + row * features + feature, gated(gates, ups), n);
+    }));
   });
   return out;
 }

@@ -195,7 +195,8 @@ void multiply_tiles(const TileForm& form, const float* scales, int64_t rows, int
 }
 
 // The product of x by packed tiles; `scales` of the features are null if the form has none. With an activation, a tile
-// (and the bias) is 16 gates and their ups, and `features` counts the gated features.
+// (and the bias) is 16 gates and their ups, and `features` counts the gated features. With "separate" in its place, the
+// result is gates and then ups, float32.
 QUIRE_EXPORT Tensor packed_linear(const TileForm& form, const Tensor& x, const Tensor& weight, const float* scales,
                                   const std::optional<Tensor>& bias, int64_t features, std::string_view activation);
 

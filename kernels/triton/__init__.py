@@ -34,6 +34,7 @@ from quire.kernels.triton.experts import fused_experts
 from quire.kernels.triton.fp4 import fp4_fused_experts, fp4_matmul, round_fp4
 from quire.kernels.triton.hyper_connections import mhc_post, mhc_pre
 from quire.kernels.triton.logits import penalize, score_tokens
+from quire.kernels.triton.low_rank import add_low_rank
 from quire.kernels.triton.recurrent import causal_conv, linear_attention, selective_scan, wkv
 from quire.kernels.triton.rounded import round_rows, rounded_fused_experts, rounded_matmul
 from quire.kernels.triton.routing import route
@@ -42,6 +43,7 @@ from quire.kernels.triton.sampling import sample
 __all__ = [
     "act_mul",
     "act_mul_rounded",
+    "add_low_rank",
     "add_rms_norm",
     "add_rms_norm_rounded",
     "causal_conv",

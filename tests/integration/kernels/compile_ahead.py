@@ -195,6 +195,8 @@ def every_call(types: list[torch.dtype]) -> Iterator[Example]:
             yield examples.compression(inputs, requests, entry, rotary_dim=0, normed=False)
         for heads, state_size in (((16, 32, 128), 16), ((1, 32, 128), 1)):
             yield from examples.recurrent(inputs, 9, heads, state_size)
+        for rows, ranks in ((9, (16,) * 4), (300, (8, 64))):
+            yield from examples.low_rank(inputs, rows, 4096, (512, 128, 128), ranks)
         sizes = 8, 2, 4096, 128
         yield examples.fused_experts(inputs, 4, sizes)
         yield examples.fused_experts(inputs, 4, sizes, "swiglu_oai", has_biases=True)

@@ -118,6 +118,9 @@ def test_gated_products_are_the_product_and_its_activation(
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     for each in (None, bias):
         close(gated(x, each), activated(plain(x, each), activation).to(dtype), tolerance)
+        separate = gated.gates_and_ups(x, each)
+        close(separate, plain(x, each).to(separate.dtype), tolerance)
+        assert torch.equal(kernels.act_mul(separate, activation).to(dtype), gated(x, each))
     larger = packed_state.tensors_of(kernels.pack_gated(weight * 2, activation, quantization))
     for mine, other in zip(packed_state.tensors_of(gated), larger, strict=True):
         assert mine.shape == other.shape

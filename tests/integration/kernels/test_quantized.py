@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import coded_words, experts, isa, linear, packed, packed_state, quantized
+from quire.kernels.low_rank import AdapterRows, LowRankPool
 from quire.kernels.quantized import VALUES, QuantizedWeight, Rounding
 from tests.integration.kernels.conftest import platforms_only, reference_only
 from tests.integration.kernels.test_experts import experts_by_loops
@@ -88,7 +89,9 @@ def test_a_gated_product_is_the_activation_of_the_product(values: str, groups: i
         weight = replace(weight, scales=(weight.scales / VALUES[values].nan_to_num().abs().max()).half().float())
         x, bias = torch.randn(rows, 96).to(dtype), torch.randn(2 * size).to(dtype)
         both = F.linear(x.float(), weight.dequantize(), bias.float())
-        close(kernels.pack_gated(weight, "silu")(x, bias), activated(both, "silu"), dtype)
+        gated = kernels.pack_gated(weight, "silu")
+        close(gated(x, bias), activated(both, "silu"), dtype)
+        assert torch.equal(kernels.act_mul(gated.gates_and_ups(x, bias), "silu").to(dtype), gated(x, bias))
 
 
 @platforms_only
@@ -159,6 +162,13 @@ def test_columns_in_another_order_take_their_inputs(values: str, is_padded: bool
     close(product(x, bias), F.linear(x, plain, bias), torch.float32)
     gated = kernels.pack_gated(replace(weight, columns=columns), "silu")
     close(gated(x, None), activated(F.linear(x, plain), "silu"), torch.float32)
+    assert torch.equal(kernels.act_mul(gated.gates_and_ups(x, None), "silu"), gated(x, None))
+    pool = LowRankPool.allocate(1, 3, inputs, (20, 20), torch.float32, x.device, largest_rank=3)
+    changes = [None, (torch.randn(3, inputs), torch.randn(20, 3))]
+    pool.assign(0, 0, changes)
+    found = gated.with_low_rank(x, None, pool, AdapterRows.of(torch.zeros(5, dtype=torch.int64), 1))
+    changed = plain + torch.cat((torch.zeros(20, inputs), pool.b[:, :20].T @ pool.a))
+    close(found, activated(F.linear(x, changed), "silu"), torch.float32)
     other = kernels.pack_linear(replace(random_weight(values, 40, 64, groups=4), columns=columns.flip(0)))
     other = packed_state.with_tensors(other, packed_state.tensors_of(product))
     assert torch.equal(other(x, bias), product(x, bias))

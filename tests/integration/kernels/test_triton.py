@@ -25,6 +25,7 @@ from tests.fakes.interpreter import with_scales_of_8_bit_floats
 from tests.integration.kernels import (
     test_attention,
     test_experts,
+    test_low_rank,
     test_recurrent,
     test_sampling,
     test_sparse,
@@ -80,6 +81,21 @@ def test_activations(activation: str, dtype: torch.dtype) -> None:
     assert kernels.act_mul(torch.tensor([[torch.nan, 1.0, 2.0, 3.0]]), activation).isnan().tolist() == [[True, False]]
     with pytest.raises(KeyError, match="swoosh"):
         kernels.act_mul(x, "swoosh")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("rows", "in_features", "widths", "ranks"),
+    [(1, 64, (64,), (16,)), (19, 200, (72, 40, 8), (16, 1, 0, 3)), (300, 33, (17,), (3, 20)), (3, 1100, (5,), (70, 4))],
+)
+def test_low_rank_changes(
+    rows: int, in_features: int, widths: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    test_low_rank.check_changes(rows, in_features, widths, ranks, dtype)
+
+
+def test_large_products_with_a_of_low_rank_changes_stay_finite() -> None:
+    test_low_rank.check_large_products(torch.float16)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -1,0 +1,117 @@
+"""Low-rank changes of linear layers by adapters (LoRA, Hu et al. 2021): their memory on a device, and a step's rows.
+
+A layer has a pool of *rank rows*. An adapter of rank r owns r consecutive ones, whatever the ranks of others; nothing
+is padded to a largest rank. Adapters are known by the number of their *slot*, which is the same in all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AdapterRows(NamedTuple):
+    """The rows of a step by their adapters: the same for all layers. The tensors are int64, and their sizes do not
+    depend on the adapters."""
+
+    order: Tensor
+    """`[rows]`, numbers of rows: those of slot 0 in ascending order, then those of slot 1, …; last those of none."""
+    starts: Tensor
+    """`[num_slots + 2]`, where each slot's rows start in `order`, where those of none start, and where these end: this
+    is the number of rows, unless some have a slot that does not exist, and follow."""
+
+    has_adapters: bool = True
+    """False: the host knows that no row has an adapter, and layers are as without any. A captured step keeps this: one
+    for rows that may have adapters has True, is right for every step, and reads no rank rows for rows of none; one with
+    False is a step of its own, for batches of none."""
+
+    @classmethod
+    def of(cls, slots: Tensor, num_slots: int, has_adapters: bool = True) -> AdapterRows:
+        """`slots` is the slot of each row, int64 `[rows]`; negative: none. Does not wait for the device.
+
+        On CPUs, operations refuse rows whose slot is `num_slots` or more. On GPUs nothing waits to read the numbers:
+        the caller is to check them before it sends them, or such a row is one of none.
+        """
+        groups = torch.where(slots < 0, num_slots, slots + (slots >= num_slots))  # none's is the last one
+        ordered, order = groups.sort(stable=True)
+        starts = torch.searchsorted(ordered, torch.arange(num_slots + 2, device=slots.device))
+        return cls(order, starts, has_adapters)
+
+
+@dataclass(frozen=True)
+class LowRankPool:
+    """The low-rank changes of a linear layer by all adapters on a device.
+
+    A layer has one or more *parts*, whose output features follow each other (queries, keys and values; gates and ups):
+    each part is changed by rank rows of its own. All tensors may be changed in place between steps, also of steps that
+    have been captured.
+    """
+
+    a: Tensor
+    """`[rank rows, in]`; A of the change `B A`, of the type of the layer's inputs, or of 16 bits for float32."""
+    b: Tensor
+    """`[rank rows, features of the widest part]`, B transposed, with the scaling included, of the type of `a`. Only the
+    features of the row's part are read."""
+    slots: Tensor
+    """Int64 `[num_slots, parts, 2]`: the first rank row, and the rank; 0: the adapter does not change this part."""
+    widths: tuple[int, ...]
+    """Output features of each part."""
+    bounds: Tensor
+    """Int64 `[parts + 1]`, where the features of each part start."""
+    largest_rank: int
+    """At least the rank of any slot. On a GPU, the size of an intermediate result depends on it: a captured step keeps
+    this number."""
+    scale: Tensor | None = None
+    """Float32 `[num_slots, out]`, factors of the changed product (DoRA, Liu et al. 2024); None: all are 1."""
+    bias: Tensor | None = None
+    """Float32 `[num_slots, out]`, added in the end; None: all are 0. If the layer's product includes a bias, which
+    factors must not change, this is to include `(1 - scale)` times that bias."""
+
+    @classmethod
+    def allocate(
+        cls,
+        num_slots: int,
+        rank_rows: int,
+        in_features: int,
+        widths: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        largest_rank: int,
+        *,
+        has_scale: bool = False,
+        has_bias: bool = False,
+    ) -> LowRankPool:
+        """A pool in which no slot changes anything."""
+        out = sum(widths)
+        bounds = torch.tensor([0, *widths], device=device).cumsum(0)
+        return cls(
+            torch.zeros(rank_rows, in_features, dtype=dtype, device=device),
+            torch.zeros(rank_rows, max(widths), dtype=dtype, device=device),
+            torch.zeros(num_slots, len(widths), 2, dtype=torch.int64, device=device),
+            tuple(widths),
+            bounds,
+            largest_rank,
+            torch.ones(num_slots, out, device=device) if has_scale else None,
+            torch.zeros(num_slots, out, device=device) if has_bias else None,
+        )
+
+    def assign(self, slot: int, first: int, changes: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+        """Store the changes of all parts as those of a slot, in the rank rows from `first` on: A `[rank, in]`, and B
+        `[features, rank]` with the scaling included; None: the part is not changed."""
+        assert len(changes) == len(self.widths)
+        for part, change in enumerate(changes):
+            rank = 0
+            if change is not None:
+                a, b = change
+                rank, width = len(a), self.widths[part]
+                assert b.shape == (width, rank)
+                assert rank <= self.largest_rank
+                assert first + rank <= len(self.a)
+                self.a[first : first + rank] = a
+                self.b[first : first + rank, :width] = b.T
+            self.slots[slot, part] = torch.tensor((first, rank))
+            first += rank
