@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -25,6 +24,7 @@ from quire.engine.architecture.quantization.nvfp4 import NvFp4
 from quire.engine.architecture.quantization.online import with_stars
 from quire.engine.checkpoints import gptq
 from quire.engine.checkpoints.checkpoint_files import open_model
+from quire.engine.checkpoints.output_folder import output_folder
 from quire.engine.checkpoints.quantized_tensors.writers import rounding_of, stored_tensors
 from quire.engine.config.checkpoint_tensors import by_needed_name
 from quire.engine.config.quantize_request import QuantizeRequest
@@ -32,7 +32,6 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository.model_files import TensorInfo, read_json
 from quire.kernels.quantized import QuantizedWeight, quantize
 
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)$|.*\.index\.json$|\..*")
 _AT_ONCE = 1 << 24
 """Weights that are widened to float32 at once."""
 
@@ -137,30 +136,11 @@ def run(request: QuantizeRequest, load: gptq.LoadStage) -> None:
 
     Raises `ConfigError` if something cannot be quantized, or is not a number.
     """
-    source, path, out = Source(request), request.config.model.path, request.out
-    part = out.with_name(f"{out.name}.part")
-    try:
-        part.mkdir()
-    except FileExistsError:
-        raise ConfigError(f"{part} exists: another `quire quantize` writes it, or was killed; delete it then") from None
-    try:
-        shutil.copytree(
-            path, part, ignore=lambda folder, names: _left_out(Path(folder) == path, names), dirs_exist_ok=True
-        )
+    source, path = Source(request), request.config.model.path
+    with output_folder(request.out, path, "quire quantize") as part:
         _write_weights(source, part, request, load)
         config = read_json(path / "config.json") | {"quantization_config": source.settings}
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        part.rename(out)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _left_out(is_top: bool, names: list[str]) -> list[str]:
-    if not is_top and "config.json" in names:
-        return []  # a module of its own, such as a projection after pooling
-    return [name for name in names if _WEIGHTS.match(name) or name == "config.json"]
 
 
 def _write_weights(source: Source, folder: Path, request: QuantizeRequest, load: gptq.LoadStage) -> None:

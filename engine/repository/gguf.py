@@ -106,13 +106,22 @@ def read(path: Path) -> GgufFile:
 def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     check_regular(path)
     try:
-        with path.open("rb") as stream:
-            if stream.read(4) != b"GGUF":
-                raise ConfigError(f"{path}: not a GGUF file; download it again")
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Header(path, data).read()
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return read_header(path, data, len(data))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: not a GGUF file but an empty one; download it again") from None
+
+
+def read_header(path: Path, data: bytes | mmap.mmap, size: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """Metadata and tensors of one file of `size` bytes, which begins with `data`; errors as in `read`."""
+    try:
+        if data[:4] != b"GGUF":
+            raise ConfigError(f"{path}: not a GGUF file; download it again")
+        return _Header(path, data, size).read()
     except (struct.error, EOFError):
         raise ConfigError(f"{path}: truncated: the file ends inside of its header; download it again") from None
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
@@ -124,8 +133,8 @@ def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 class _Header:
     """The header is read once, from start to end."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self._path, self._data, self._at = path, data, 4
+    def __init__(self, path: Path, data: bytes | mmap.mmap, size: int) -> None:
+        self._path, self._data, self._size, self._at = path, data, size, 4
 
     def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         version = self._number("I")
@@ -151,8 +160,8 @@ class _Header:
                 raise ConfigError(f"{self._path}: damaged: {name} has {problem}, as {dtype} needs; download it again")
             tensors[name] = GgufTensor(self._path, dtype, shape, first + offset)
         end = max((tensor.start + tensor.bytes for tensor in tensors.values()), default=0)
-        if end > len(self._data):
-            raise ConfigError(f"{self._path}: truncated: {len(self._data):,} bytes of {end:,}; download it again")
+        if end > self._size:
+            raise ConfigError(f"{self._path}: truncated: {self._size:,} bytes of {end:,}; download it again")
         return metadata, tensors
 
     def _tensor(self) -> tuple[int, tuple[int, ...], int]:

@@ -6,7 +6,7 @@ Source: convert_hf_to_gguf.py and gguf-py/gguf/tensor_mapping.py of github.com/g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +58,8 @@ _PHI3 = _LLAMA | {
     "blk.ffn_up": "model.layers.{layer}.mlp.gate_up_proj",
 }
 _NAMES = {
-    **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM"), _LLAMA),
+    **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"), _LLAMA),
+    **dict.fromkeys(("Qwen3ForCausalLM", "GemmaForCausalLM"), _LLAMA),
     **dict.fromkeys(("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), _QWEN_MOE),
     **dict.fromkeys(("Gemma2ForCausalLM", "Gemma3ForCausalLM"), _GEMMA2),
     "MixtralForCausalLM": _MIXTRAL,
@@ -146,6 +147,41 @@ def hf_tensors(gguf: GgufFile, config: Config) -> dict[str, GgufTensor]:
             full_name = f"{module.format(layer=match[2], expert=expert)}.{match[4]}"
             found[full_name] = tensor.at(expert) if is_stack else tensor
     return found
+
+
+def adapter_modules(metadata: Mapping[str, Any], tensors: Iterable[str], architecture: str) -> dict[str, str]:
+    """The modules in its published form of the model `architecture` that an adapter's tensors are for, by the tensors'
+    names without `.lora_a` and `.lora_b`; experts are named `{expert}`.
+
+    Raises `ConfigError` if the adapter is for another architecture, or for tensors that do not belong to it.
+    """
+    own = metadata.get("general.architecture")
+    if not isinstance(own, str) or architecture not in _ADAPTED.get(own, ()):
+        supported = ", ".join(name for name, each in _ADAPTED.items() if architecture in each) or "none"
+        raise ConfigError(f"general.architecture {own!r} is not that of {architecture}; supported for it: {supported}")
+    found = {}
+    for tensor in tensors:
+        name = re.sub(r"\.lora_[ab]$", "", tensor)
+        match = re.fullmatch(r"(blk\.)?(?:(\d+)\.)?(\w+)\.weight", name)
+        module = match and _NAMES[architecture].get(f"{match[1] or ''}{match[3]}")
+        if not match or not module:
+            raise ConfigError(f"{tensor} is not a tensor of an adapter of {architecture}")
+        found[name] = module.replace("{layer}", match[2] or "")
+    return found
+
+
+_ADAPTED: dict[str, tuple[str, ...]] = {
+    "llama": ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "qwen2moe": ("Qwen2MoeForCausalLM",),
+    "qwen3moe": ("Qwen3MoeForCausalLM",),
+    "gemma": ("GemmaForCausalLM",),
+    "gemma2": ("Gemma2ForCausalLM",),
+    "gemma3": ("Gemma3ForCausalLM",),
+    "phi3": ("Phi3ForCausalLM",),
+}
+"""The architectures of bases by llama.cpp's name of an adapter's architecture."""
 
 
 def _decoder(name: str, metadata: _Metadata) -> Config:

@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import json
 import math
+import os
 import stat
 import struct
 import sys
@@ -13,7 +14,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from quire.engine.protocol.errors import ConfigError, reason_of
 from quire.engine.repository import mistral_layout
@@ -39,6 +40,8 @@ _DTYPE_BITS = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
 }
 """Bits of an element, by safetensors' name of its type; there are others."""
+_MAX_HEADER = 100_000_000
+"""Bytes, as in safetensors' own reader."""
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9"
 """Start of files saved by torch before 1.6: a pickle of torch's magic number."""
 
@@ -319,13 +322,23 @@ def tensor_names(folder: Path, load_format: str) -> set[str] | None:
 def read_header(file: Path) -> dict[str, Any]:
     """Return the header of a file of safetensors. Raises `ConfigError` if it does not fit the file's size."""
     try:
-        size = file.stat().st_size
         with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            if 8 + length > size:
-                raise ConfigError(f"{file}: truncated ({size:,} bytes, less than its header); download it again")
-            header: dict[str, Any] = json.loads(stream.read(length))
+            return header_of(file, stream)[0]
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def header_of(file: Path, stream: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of an open file of safetensors, and where its data begin; errors as in `read_header`."""
+    try:
+        size = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if 8 + length > size:
+            raise ConfigError(f"{file}: truncated ({size:,} bytes, less than its header); download it again")
+        if length > _MAX_HEADER:
+            raise ConfigError(f"{file}: not a safetensors file: its header has {length:,} bytes")
+        header: dict[str, Any] = json.loads(stream.read(length))
         end = 0
         for name, entry in header.items():
             if name != "__metadata__":
@@ -349,4 +362,4 @@ def read_header(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: longer than its header says: {size:,} bytes instead of {8 + length + end:,}; download it again"
         )
-    return header
+    return header, 8 + length

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quire.engine.protocol.errors import ConfigError
+
+_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _VIDEO_FILES = (
     ("processor_config.json", "video_processor"),
     ("video_preprocessor_config.json", ""),
@@ -37,6 +40,15 @@ class VideoSettings(dict[str, Any]):
                         found["font"] = str(Path(folder, Path(str(found["font"])).name))
                     return found
         return cls()
+
+
+def check_processor(folder: Path) -> None:
+    """Raise `ConfigError` if a model's folder has no processor of images. If it has one, `load_processor` may fail."""
+    if not any((folder / name).is_file() for name in _IMAGE_FILES):
+        raise ConfigError(
+            f"{folder} has no processor of images, {' or '.join(_IMAGE_FILES)}; add the file, or use "
+            "--language-model-only, without images"
+        )
 
 
 def load_processor(folder: str, in_words: Callable[[int], str] = str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -77,9 +78,9 @@ def run(parsed: argparse.Namespace) -> int:
     options, out = flags.collect(parsed, QuantizeOptions), Path(parsed.out).expanduser().resolve()
     if (options.method == "gptq") != (options.calibration is not None):
         raise ConfigError("--method gptq and --calibration FILE need each other; use both, or neither")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):  # exists: false if the name is too long
         raise ConfigError(f"{parsed.out}: exists, and is not an empty folder; use another folder")
-    if not out.parent.is_dir():
+    if not os.path.isdir(out.parent):
         raise ConfigError(f"{parsed.out}: {out.parent} is no folder; create it")
     if is_gguf(parsed.model):
         raise ConfigError(f"{parsed.model}: GGUF files are not supported; use the original model with 16-bit weights")

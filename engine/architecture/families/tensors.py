@@ -66,7 +66,7 @@ def stored_tensor(
     if is_transposed := len(shape) > 1 and family.is_transposed(module):
         shape = (*shape[:-2], shape[-1], shape[-2])
     is_stacked = False
-    if (experts := _experts(layer, module)) is not None and (is_stacked := "{expert}" not in name):
+    if (experts := expert_numbers(layer, module)) is not None and (is_stacked := "{expert}" not in name):
         shape = (len(experts), *shape)
     is_grid = f"{module}.{kind}" in family.leading_ones
     shape = (len(joint), shape[0] // len(joint), *shape[1:]) if is_grid else shape
@@ -116,10 +116,10 @@ class NeededTensor(NamedTuple):
 def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTensor]:
     """Return the tensors that the model needs by their names in the checkpoint."""
     family, found = family_of(arch), dict[str, NeededTensor]()
-    for number, layer, module, kind, parts in _parameters(arch, has_head):
+    for number, layer, module, kind, parts in model_parameters(arch, has_head):
         for part in parts:
             stored = stored_tensor(family, arch, layer, module, kind, part, parts)
-            for expert in _experts(layer, module) or range(1):
+            for expert in expert_numbers(layer, module) or range(1):
                 found[stored.named(arch, number, expert)] = NeededTensor(
                     stored.shape, stored.is_transposed, kind == "table"
                 )
@@ -141,8 +141,8 @@ class StackSlice(NamedTuple):
 def stacked_experts(arch: ModelSpec) -> dict[str, StackSlice]:
     """The tensors that a checkpoint with separate experts has instead of stacks, by name."""
     family, found = FAMILIES[arch.name], dict[str, StackSlice]()
-    for number, layer, module, kind, parts in _parameters(arch, has_head=False):
-        if (experts := _experts(layer, module)) is None:
+    for number, layer, module, kind, parts in model_parameters(arch, has_head=False):
+        if (experts := expert_numbers(layer, module)) is None:
             continue
         assert layer is not None
         start = 0
@@ -167,23 +167,23 @@ def weight_names(arch: ModelSpec) -> dict[tuple[int | None, str], list[str]]:
         inner = [(number, each.module) for number, layer in enumerate(arch.layers) for each in layer.linears]
         return {(number, module): [module] for number, module in (*outer, *inner)}
     family, found = family_of(arch), dict[tuple[int | None, str], list[str]]()
-    for number, layer, module, kind, parts in _parameters(arch, has_head=True):
+    for number, layer, module, kind, parts in model_parameters(arch, has_head=True):
         if kind == "weight" and all(len(shape) == 2 for shape in parts.values()):
             tensors = {part: stored_tensor(family, arch, layer, module, kind, part, parts) for part in parts}
-            first, *_ = _experts(layer, module) or [0]
+            first, *_ = expert_numbers(layer, module) or [0]
             names = [one.named(arch, number, first) for one in tensors.values()]
             path = module.removeprefix("layers.")
             found[number, path] = [name.removesuffix(".weight") for name in dict.fromkeys(names)]
     return found
 
 
-def _experts(layer: LayerSpec | None, module: str) -> range | None:
+def expert_numbers(layer: LayerSpec | None, module: str) -> range | None:
     """The numbers of the experts that a module has; None: it has none."""
     mixture = None if layer is None else layer.feed_forward
     return mixture.expert_numbers(module.removeprefix("layers.")) if isinstance(mixture, MoESpec) else None
 
 
-def _parameters(
+def model_parameters(
     arch: ModelSpec, has_head: bool
 ) -> Iterator[tuple[int | None, LayerSpec | None, str, str, Mapping[str, Shape]]]:
     """All parameters, with the number and the description of their layer: their modules, names and parts."""

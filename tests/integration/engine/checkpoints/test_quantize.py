@@ -331,7 +331,7 @@ def test_gptq_takes_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         logits(configure(each, max_model_len=64), tokens, Parallel())
         for each in (demo, tmp_path / "out", tmp_path / "nearest")
     )
-    assert (found - expected).norm() <= 0.5 * expected.norm()
+    assert (found - expected).norm() <= 0.6 * expected.norm()
     assert not torch.equal(found, nearest)
     texts.write_text("[1]\n")
     assert main(["quantize", str(demo), str(tmp_path / "none"), *arguments[2:]]) == 2
