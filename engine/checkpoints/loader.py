@@ -82,11 +82,11 @@ def load_parameters(
     checkpoint = None if model.load_format == "dummy" else _open(model, places)
     if checkpoint is not None:
         places = _quantized_places(places, checkpoint)
-        if pack and model.keeps_quantized:
-            _keep_quantized(module, places, checkpoint)
+        if pack:
+            _keep_quantized(module, model, places, checkpoint)
     if pack:
         _store_narrow(module, model, places, checkpoint, warns=warns and checkpoint is not None)
-    units = _units(module, places, model.quantization, pack=pack)
+    units = _units(module, model, places, pack=pack)
     if checkpoint is None:
         return _fill(units, partial(_fill_randomly, model.seed), readers=1, bar=False)
     if report is not None:
@@ -184,12 +184,12 @@ def _matrices(layer: nn.Module) -> list[Quantizable]:
     return [cast("Quantizable", layer)] if is_one else []
 
 
-def _keep_quantized(module: nn.Module, places: Places, checkpoint: Checkpoint) -> None:
+def _keep_quantized(module: nn.Module, model: ModelConfig, places: Places, checkpoint: Checkpoint) -> None:
     """Give layers that can be computed from quantized tensors codes and factors in place of a weight, also in
     `places`."""
     num_unscaled = 0
-    for layer in module.modules():
-        matrices = _matrices(layer)
+    for path, layer in module.named_modules():
+        matrices = _matrices(layer) if model.keeps_quantized(path) else []
         forms = [_form(places.get(matrix.weight, []), checkpoint) for matrix in matrices]
         for matrix, form in zip(matrices, forms, strict=True) if None not in forms else ():
             assert form is not None
@@ -324,7 +324,7 @@ class _Unit:
     pack: Callable[[], None] | None = None
 
 
-def _units(module: nn.Module, places: Places, quantization: kernels.Quantization | None, *, pack: bool) -> list[_Unit]:
+def _units(module: nn.Module, model: ModelConfig, places: Places, *, pack: bool) -> list[_Unit]:
     """All units of the model. Those that exist in two forms for a while come first, the largest at the front."""
     packed, taken = list[_Unit](), set[nn.Parameter]()
     for path, layer in module.named_modules() if pack else ():
@@ -334,8 +334,8 @@ def _units(module: nn.Module, places: Places, quantization: kernels.Quantization
             own = [weight for weight in layer.parameters() if weight in places and weight not in taken]
             taken.update(own)
             size = sum(weight.nbytes for weight in own)
-            own_quantization = None if path.startswith("tower.") else quantization  # checkpoints do not quantize towers
-            packed.append(_Unit([*chain(*map(places.__getitem__, own))], size, partial(layer.pack, own_quantization)))
+            pack_layer = partial(layer.pack, model.quantization_of(path))
+            packed.append(_Unit([*chain(*map(places.__getitem__, own))], size, pack_layer))
     others = [_Unit(own, weight.nbytes) for weight, own in places.items() if weight not in taken]
     return sorted(packed, key=lambda unit: -unit.size) + others
 

@@ -140,6 +140,7 @@ def _key(config: EngineConfig, rank: int) -> str:
         model.dtype,
         model.stored_dtype,
         model.quantization,
+        model.tower_quantization,
         model.quantized,
         model.load_format,
     )

@@ -102,7 +102,7 @@ def _quantized_weight(
         before = _quantized_weight(method.stored, name, tensor, headers)
         if not method.is_rounded(module):
             return before
-    if method is None or len(tensor.shape) == 1 or (scheme := method.scheme(module)) is None:
+    if method is None or len(tensor.shape) < 2 or (scheme := method.scheme(module)) is None:
         return None
     if isinstance(scheme, OnlineScheme):
         if before is not None:
@@ -153,6 +153,10 @@ _INNER = re.compile(
 its head, and parts that are whole models."""
 
 
+_KIND = re.compile(r"\.(weight\..*|[^.]*)$")
+"""What stands behind the name of a module."""
+
+
 def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str]) -> dict[str, T]:
     """The headers, by names of tensors, under the names that are needed: a checkpoint of the model without its head
     lacks their prefix; in BERT's first checkpoints, converted from TensorFlow, norms have a gamma and a beta; in older
@@ -160,14 +164,17 @@ def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str
     of the tower, and ColQwen2 and ColPali have a model with a head; and transformers writes DeepSeek V4 by some names
     of its own. A quantized weight's tensors have the name of the module that needs the weight."""
     is_bare = not any(name.startswith(prefix) for name in headers)
-    modules = {name.rpartition(".")[0] for name in needed}
+    is_older = any(name.startswith("language_model.") for name in needed)  # so are the names of other stages
+    modules = {_KIND.sub("", name) for name in needed}
 
     def needed_name(name: str) -> str:
         new = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         other = prefix + name if is_bare else name
         if name.startswith("language_model."):
             other = name.removeprefix("language_model.")
-            if not other.startswith("lm_head."):
+            if is_older:
+                other = name
+            elif not other.startswith("lm_head."):
                 other = f"model.language_model.{other.removeprefix('model.')}"
         written = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.")
         written = written.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
@@ -175,7 +182,7 @@ def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str
         inner = _INNER.sub(lambda found: f"vlm.{found[1] or 'language_model.'}", name)
         names = (name, new, prefix + new, flat, prefix + flat, written, inner)
         found = next((each for each in names if each in needed), None)
-        return found or next((each for each in names if each.rpartition(".")[0] in modules), other)
+        return found or next((each for each in names if _KIND.sub("", each) in modules), other)
 
     return {needed_name(name): info for name, info in headers.items()}
 

@@ -38,7 +38,9 @@ class ModelConfig:
     stored_dtype: str | None = None
     """The 16-bit type in which products of float32 keep the checkpoint's weights, and widen them; None: `dtype`."""
     quantization: Literal["int8", "int4"] | None
-    """How weights are quantized when they are packed, on CPUs; on GPUs, `quantized` says it."""
+    """How the decoder's weights are quantized when they are packed, on CPUs; on GPUs, `quantized` says it."""
+    tower_quantization: Literal["int8"] | None = None
+    """The same for the tower's weights."""
     max_model_len: int
     """Most tokens of a request, prompt and output together."""
     min_model_len: int = 0
@@ -98,11 +100,14 @@ class ModelConfig:
         """How --quantization quantizes weights while they are loaded."""
         return self.quantized.requested if isinstance(self.quantized, Online) else self.quantization
 
-    @property
-    def keeps_quantized(self) -> bool:
-        """Whether weights are kept as a quantized checkpoint stores them. Otherwise they are requantized to
-        `quantization`."""
-        return self.quantized is not None and self.quantization is None
+    def quantization_of(self, module: str) -> Literal["int8", "int4"] | None:
+        """How the weights of a module, given by its path, are quantized when they are packed."""
+        return self.tower_quantization if module.startswith("tower.") else self.quantization
+
+    def keeps_quantized(self, module: str = "") -> bool:
+        """Whether the weights of a module, by default of the decoder, are kept as a quantized checkpoint stores them.
+        Otherwise they are requantized."""
+        return self.quantized is not None and self.quantization_of(module) is None
 
     @property
     def min_window(self) -> int:

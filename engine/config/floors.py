@@ -217,7 +217,7 @@ class _Floors:
 
     def _count_products(self, layers: range) -> Counter[tuple[_Product, ...]]:
         """The products of these layers. Without quantization, equal layers have the same."""
-        keys = [number if self.config.model.keeps_quantized else id(self._arch.layers[number]) for number in layers]
+        keys = [number if self.config.model.keeps_quantized() else id(self._arch.layers[number]) for number in layers]
         products = {key: self._products_of(number) for key, number in dict(zip(keys, layers, strict=True)).items()}
         return Counter(products[key] for key in keys)
 

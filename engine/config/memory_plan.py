@@ -180,8 +180,7 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     is_shared = first and arch.tie_embeddings
     unpacked = arch.stage_parameters(stages, stage, tp) - sum(each.elements for _, each in (*layers, *tower))
     unpacked -= embedding.elements * first + head.elements * (last and not is_shared)
-    packed = sum(matrix_bytes(model, parallel.device, number, each) for number, each in layers)
-    packed += sum(_tower_bytes(model, parallel.device, number, each) for number, each in tower)
+    packed = sum(matrix_bytes(model, parallel.device, number, each) for number, each in (*layers, *tower))
     packed += embedding_bytes(model, parallel.device, embedding) * first
     is_stored = form_of_matrix(model, parallel.device, None, head) is not None
     # Embedding models have no head; on CUDA, or kept as the checkpoint stores it, a tied head needs no copy.
@@ -194,13 +193,6 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     embedded = arch.embedded_parameters(stages, stage, tp)
     unpacked, packed = unpacked - embedded, packed + embedded * DTYPE_BYTES[model.weight_dtype]
     return unpacked * width + arch.num_float32_parameters(stages, stage) * (4 - width) + packed
-
-
-def _tower_bytes(model: ModelConfig, device: str, number: int | None, matrix: MatrixShape) -> int:
-    """Bytes of a weight of the tower, which `--quantization` leaves as it is."""
-    if form_of_matrix(model, device, number, matrix) is None:
-        return matrix.elements * _width(model, number, matrix)
-    return matrix_bytes(model, device, number, matrix)
 
 
 def embedding_bytes(model: ModelConfig, device: str, embedding: MatrixShape) -> int:
@@ -244,7 +236,8 @@ def matrix_bytes(model: ModelConfig, device: str, number: int | None, matrix: Ma
     form = form_of_matrix(model, device, number, matrix)
     if form is not None:
         return matrix.number * form.packed_bytes(matrix.rows, matrix.columns, device)
-    return matrix.number * packed_bytes(matrix.rows, matrix.columns, model.quantization, _width(model, number, matrix))
+    quantization = model.quantization_of(matrix.module)
+    return matrix.number * packed_bytes(matrix.rows, matrix.columns, quantization, _width(model, number, matrix))
 
 
 def _width(model: ModelConfig, number: int | None, matrix: MatrixShape) -> int:
@@ -276,8 +269,8 @@ def form_of_matrix(model: ModelConfig, device: str, number: int | None, matrix: 
 
 
 def matrix_forms(config: EngineConfig) -> Iterator[tuple[int | None, MatrixShape, Form | None]]:
-    """The layer, the matrix on a rank, and `form_of_matrix`, of all linear layers, and of embedding and head if they
-    are kept as the checkpoint stores them."""
+    """The layer, the matrix on a rank, and `form_of_matrix`, of all linear layers, those of the tower included, and of
+    embedding and head if they are kept as the checkpoint stores them."""
     arch = parallel_config.rank_spec(config.model.architecture, config.parallel)
     for each in dict.fromkeys(arch.outer_matrices(config.parallel.tensor_parallel_size)):
         if (form := form_of_matrix(config.model, config.parallel.device, None, each)) is not None:
@@ -285,10 +278,13 @@ def matrix_forms(config: EngineConfig) -> Iterator[tuple[int | None, MatrixShape
     for number, layer in enumerate(arch.layers):
         for each in layer.matrices(arch.hidden_size, config.parallel.tensor_parallel_size):
             yield number, each, form_of_matrix(config.model, config.parallel.device, number, each)
+    for place, each in arch.tower_matrices(config.parallel.tensor_parallel_size):
+        yield place, each, form_of_matrix(config.model, config.parallel.device, place, each)
 
 
 def _stored_form(model: ModelConfig, number: int | None, matrix: MatrixShape) -> Form | None:
-    if not model.keeps_quantized or not (schemes := model.schemes.get((number, matrix.module))):
+    schemes = model.schemes.get((number, matrix.module)) if model.keeps_quantized(matrix.module) else None
+    if not schemes:
         return None
     form = form_of(schemes, 0, matrix.columns, matrix.inputs or matrix.columns)
     return form if form is None or form.activations in model.rounded_types else replace(form, activations=None)
@@ -426,16 +422,19 @@ def tokens_in_cache(config: EngineConfig) -> int:
 
 
 def quantized_text(config: EngineConfig) -> str:
-    """Say how the weights of a quantized checkpoint are kept and multiplied, and in which layers, if they differ."""
+    """Say how the weights of a quantized checkpoint are kept and multiplied, and in which layers, if they differ. If
+    only a tower keeps its weights, the text is about these."""
     assert config.model.quantized is not None
-    name = config.model.quantized.name
-    if not config.model.keeps_quantized:
-        return f"requantized from {name}"
+    name, is_kept = config.model.quantized.name, config.model.keeps_quantized()
     sizes, layers = Counter[str](), defaultdict[tuple[str, str], set[int | None]](set)
     for number, each, form in matrix_forms(config):
+        if form is None and not is_kept:
+            continue
         text = _form_text(form, each.columns, _dtype(config.model, number, each), config.parallel.device)
         path = each.module.rpartition(".")[0] if number is not None else each.module
         part = path.rpartition(".")[2].replace("_", " ")
+        if each.module.startswith("tower."):
+            part = "tower's " + each.module.split(".")[1].replace("_", " ")
         sizes[text] += each.elements
         layers[text, part].add(number)
         layers["", part].add(number)
@@ -445,7 +444,10 @@ def quantized_text(config: EngineConfig) -> str:
         whole = (part if own == layers["", part] else f"{part} of {len(own)} layers" for part, own in found.items())
         return f" ({', '.join(whole)})" if len(sizes) > 1 else ""
 
-    return f"{name}: {'; '.join(text + parts(text) for text, _ in sizes.most_common())}"
+    texts = "; ".join(text + parts(text) for text, _ in sizes.most_common())
+    if is_kept:
+        return f"{name}: {texts}"
+    return f"requantized from {name}" + f" (not the tower: {texts})" * bool(texts)
 
 
 def _form_text(form: Form | None, columns: int, dtype: str, device: str) -> str:

@@ -51,8 +51,9 @@ def plan_text(config: EngineConfig) -> str:
         )
     if (media := config.media) is not None:
         kinds = " and ".join(f"{kind}s" for kind, count in media.max_items.items() if count)
+        quantized = f" with {model.tower_quantization} weights" if model.tower_quantization else ""
         lines.append(
-            f"  stage 0 also has the tower for {kinds}, and {format_bytes(sizes.media[0])} per rank for its "
+            f"  stage 0 also has the tower for {kinds}{quantized}, and {format_bytes(sizes.media[0])} per rank for its "
             f"activations and the {media.encoder_cache_features:,} features that it keeps"
         )
     if (drafter := config.drafter) is not None and (speculative := config.scheduler.speculative) is not None:

@@ -91,10 +91,10 @@ def quantized_formats(config: EngineConfig) -> tuple[QuantizedFormat, ...]:
 
 
 def _formats(config: EngineConfig) -> Iterator[QuantizedFormat]:
-    arch = config.model.architecture
-    for number, matrix, form in matrix_forms(config):
-        is_product = number is not None or matrix.module == arch.outer_matrices(1)[1].module
-        if form is not None and is_product:
+    embedding, head = config.model.architecture.outer_matrices(1)
+    only_looked_up = {embedding.module} - {head.module}
+    for _, matrix, form in matrix_forms(config):
+        if form is not None and matrix.module not in only_looked_up:
             group = 0 if form.group == matrix.columns and not form.has_offsets else form.group
             if form.has_order and matrix.columns < form.inputs:
                 group = ORDERED_GROUP

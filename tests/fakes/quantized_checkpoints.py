@@ -134,7 +134,7 @@ def nf4(weight: Tensor, nested: bool = False) -> Packed:
             *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
         )
     )
-    blocks = weight.reshape(-1, 64)
+    blocks = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
     largest = blocks.abs().amax(1)
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
     tensors: dict[str, Tensor] = {}
@@ -151,14 +151,14 @@ def nf4(weight: Tensor, nested: bool = False) -> Packed:
     else:
         tensors = {".weight.absmax": largest}
     codes = (blocks[..., None] / largest[:, None, None] - table).abs().argmin(-1)
-    pairs = codes.flatten().view(-1, 2)
+    pairs = codes.flatten()[: weight.numel()].view(-1, 2)
     text = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     tensors |= {
         ".weight": (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)[:, None],
         ".weight.quant_map": table,
         ".weight.quant_state.bitsandbytes__nf4": text,
     }
-    return tensors, (table[codes] * largest[:, None]).view(weight.shape)
+    return tensors, (table[codes] * largest[:, None]).flatten()[: weight.numel()].view(weight.shape)
 
 
 def fp8(weight: Tensor, block: tuple[int, int] | None = None, scale: str = ".weight_scale") -> Packed:

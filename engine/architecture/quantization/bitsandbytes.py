@@ -25,11 +25,11 @@ _KNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class BitsAndBytes4(Scheme):
-    """Two codes in a byte, the first one high, of the flattened weight; so whole blocks are in a row only if the number
-    of columns is a multiple of 64."""
+    """Two codes in a byte, the first one high, of the flattened weight."""
 
     group: int = 64
     wide: bool = True
+    is_flat: bool = True
     is_nested: bool = False
     """Scales are codes of 8 bits."""
     item: int = 1
@@ -42,7 +42,7 @@ class BitsAndBytes4(Scheme):
 
     def tensors(self, module: str, shape: Shape) -> dict[str, Stored]:
         size = prod(shape)
-        blocks, items = size // self.group, size // 2 // self.item
+        blocks, items = -(-size // self.group), size // 2 // self.item
         weight = f"{module}.weight"
         found = {
             weight: Stored(_DTYPES[self.item], ((items, 1), (1, items))),
@@ -58,7 +58,7 @@ class BitsAndBytes4(Scheme):
     def problem(self, shape: Shape) -> str | None:
         if len(shape) != 2:
             return "stacks of weights are not supported"
-        return super().problem(shape)
+        return f"{shape[1]} inputs are not pairs" if shape[1] % 2 else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def form_of(schemes: Sequence[Scheme | None], start: int, length: int, inputs: i
         return None
     group = scheme.group
     if group and not scheme.has_order:
-        group = gcd(group, start, length)
+        group = gcd(group, start, length, inputs if scheme.is_flat else 0)
         if group % _WORD:
             return None
     return Form(

@@ -49,6 +49,8 @@ class Scheme(ABC):
     """Scales need the precision of float32."""
     has_order: bool = False
     """Columns are assigned to groups by a table (GPTQ's act order)."""
+    is_flat: bool = False
+    """Groups are those of the flattened weight: one may begin in one row and end in the next."""
     activations: Literal["int8", "fp8", "fp4"] | None = None
     """Type that the publisher rounds inputs to: a kernel may do so as well, with a scale for each row, or for the
     inputs of each group in it. Inputs in fp4 have a constant scale in addition, if it is stored."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -33,6 +34,11 @@ class BitsAndBytes4Reader(Reader[BitsAndBytes4]):
             raise ConfigError(f"{module}.weight.quant_map is not that of {scheme.values}, which is not supported")
         self._offset = float(state.get("nested_offset", 0))
 
+    @property
+    def group(self) -> int:
+        """Inputs of a row that share a scale wherever the row begins in a block."""
+        return gcd(self.scheme.group, self.shape[1])
+
     def codes(self, cut: Cut) -> Tensor:
         out, columns = self.shape
         packed = self._tensors[".weight"].flatten().view(torch.uint8)
@@ -40,14 +46,14 @@ class BitsAndBytes4Reader(Reader[BitsAndBytes4]):
 
     def scales(self, cut: Cut) -> Tensor:
         out, columns = self.shape
-        groups = columns // self.group
-        absmax = self._tensors[".weight.absmax"].view(out, groups)[cut]
+        groups, per_block = columns // self.group, self.scheme.group // self.group
+        rows, own = torch.arange(out)[cut[0]], torch.arange(groups)[cut[1]]
+        blocks = (rows[:, None] * groups + own) // per_block
+        absmax = self._tensors[".weight.absmax"][blocks]
         if not self.scheme.is_nested:
             return absmax
-        rows, own = torch.arange(out)[cut[0]], torch.arange(groups)[cut[1]]
-        block = (rows[:, None] * groups + own) // NESTED_BLOCK
         values = self._tensors[".weight.nested_quant_map"][absmax.int()]
-        return values * self._tensors[".weight.nested_absmax"][block] + self._offset
+        return values * self._tensors[".weight.nested_absmax"][blocks // NESTED_BLOCK] + self._offset
 
 
 class BitsAndBytes8Reader(UnpackedReader[BitsAndBytes8]):

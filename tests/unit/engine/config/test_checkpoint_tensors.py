@@ -15,6 +15,7 @@ from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.quantization import read
 from quire.engine.config.checkpoint_tensors import (
     StoredWeight,
+    by_needed_name,
     check_model,
     check_tensors,
     logical_names,
@@ -146,3 +147,9 @@ def test_a_tower_is_quantized_as_its_tensors_say(tmp_path: Path) -> None:
         index = {"weight_map": dict.fromkeys(["model.norm.weight", *names], "model.safetensors")}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         assert quantized_outer(tmp_path, "safetensors", arch, read(AWQ | {"zero_point": False})) == expected
+
+
+def test_the_names_of_other_stages_stay_those_of_older_checkpoints_with_pictures() -> None:
+    """They are not taken for tensors that nothing uses."""
+    names = [f"language_model.model.layers.{number}.mlp.up_proj.weight" for number in range(2)]
+    assert [*by_needed_name(dict.fromkeys(names), "model.", names[:1])] == names

@@ -17,6 +17,7 @@ from tests.integration.engine.checkpoints.quantized_tensors.layouts import MODUL
 # of fp4, by sign, exponent and mantissa, in twelfths: github.com/bitsandbytes-foundation/bitsandbytes
 FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12
 SHAPE = (20, 1024)  # scales are not whole blocks of 256
+OF_TWO_ROWS = (21, 1040)  # blocks begin in one row and end in the next; the last one is not full
 
 
 def quant_map(values: str) -> Tensor:
@@ -34,28 +35,30 @@ def state(shape: tuple[int, ...] = SHAPE, **more: Any) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-def four_bits(values: str = "nf4", item: torch.dtype = torch.uint8) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def four_bits(
+    values: str = "nf4", item: torch.dtype = torch.uint8, shape: tuple[int, int] = SHAPE
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The values of codes, absmax of blocks, and the tensors."""
-    codes = random_codes(1, 4, *SHAPE)
-    absmax = torch.rand(codes.numel() // 64, generator=torch.Generator().manual_seed(2))
+    codes = random_codes(1, 4, *shape)
+    absmax = torch.rand(-(-codes.numel() // 64), generator=torch.Generator().manual_seed(2))
     table = quant_map(values)
     tensors = {
         ".weight": in_bytes(codes, high_first=True).view(-1).view(item)[:, None],
         ".weight.absmax": absmax,
         ".weight.quant_map": table,
-        f".weight.quant_state.bitsandbytes__{values}": state(),
+        f".weight.quant_state.bitsandbytes__{values}": state(shape),
     }
     return table.double()[codes], absmax, tensors
 
 
-def of_columns(absmax: Tensor) -> Tensor:
-    return absmax.double().view(SHAPE[0], -1).repeat_interleave(64, 1)
+def of_columns(absmax: Tensor, shape: tuple[int, int] = SHAPE) -> Tensor:
+    return absmax.double().repeat_interleave(64)[: shape[0] * shape[1]].view(shape)
 
 
-@pytest.mark.parametrize("values", ["nf4", "fp4"])
-def test_four_bits(values: str) -> None:
-    numbers, absmax, tensors = four_bits(values)
-    check(BitsAndBytes4(values=values), numbers * of_columns(absmax), tensors)
+@pytest.mark.parametrize(("values", "shape"), [("nf4", SHAPE), ("fp4", SHAPE), ("nf4", OF_TWO_ROWS)])
+def test_four_bits(values: str, shape: tuple[int, int]) -> None:
+    numbers, absmax, tensors = four_bits(values, shape=shape)
+    check(BitsAndBytes4(values=values), numbers * of_columns(absmax, shape), tensors)
 
 
 def test_codes_stored_as_another_data_type() -> None:
@@ -63,8 +66,9 @@ def test_codes_stored_as_another_data_type() -> None:
     check(BitsAndBytes4(values="nf4", item=2), numbers * of_columns(absmax), tensors)
 
 
-def test_quantized_scales() -> None:
-    numbers, absmax, tensors = four_bits()
+@pytest.mark.parametrize("shape", [SHAPE, OF_TWO_ROWS])
+def test_quantized_scales(shape: tuple[int, int]) -> None:
+    numbers, absmax, tensors = four_bits(shape=shape)
     codes = random_codes(3, 8, len(absmax))
     table = torch.linspace(-1, 1, 256)
     nested = torch.rand(2, generator=torch.Generator().manual_seed(4)) * 0.1
@@ -72,10 +76,10 @@ def test_quantized_scales() -> None:
         ".weight.absmax": codes.to(torch.uint8),
         ".weight.nested_quant_map": table,
         ".weight.nested_absmax": nested,
-        ".weight.quant_state.bitsandbytes__nf4": state(nested_blocksize=256, nested_offset=0.7),
+        ".weight.quant_state.bitsandbytes__nf4": state(shape, nested_blocksize=256, nested_offset=0.7),
     }
     scales = table.double()[codes] * nested.double().repeat_interleave(256)[: len(codes)] + 0.7
-    check(BitsAndBytes4(values="nf4", is_nested=True), numbers * of_columns(scales), tensors)
+    check(BitsAndBytes4(values="nf4", is_nested=True), numbers * of_columns(scales, shape), tensors)
 
 
 @pytest.mark.parametrize(

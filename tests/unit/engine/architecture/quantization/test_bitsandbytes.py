@@ -53,9 +53,11 @@ def test_codes_may_be_stored_as_another_data_type() -> None:
     assert scheme.tensors("q", (4, 64))["q.weight"] == Stored(("BF16", "F16"), ((64, 1), (1, 64)))
 
 
-def test_blocks_are_of_one_row() -> None:
+def test_blocks_may_be_of_two_rows() -> None:
     scheme = BitsAndBytes4(values="nf4")
-    assert scheme.problem((64, 96)) == "96 inputs are not whole groups of 64"
+    assert scheme.problem((64, 96)) is None
+    assert scheme.tensors("q", (3, 98))["q.weight.absmax"] == Stored(("F32",), ((5,),))
+    assert scheme.problem((64, 97)) == "97 inputs are not pairs"
     assert scheme.problem((2, 64, 64)) == "stacks of weights are not supported"
     assert scheme.problem((3, 64)) is None
 
