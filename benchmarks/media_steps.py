@@ -49,7 +49,7 @@ class Load:
     def __init__(self, folder: Path, side: int) -> None:
         """Pictures have `side` x `side` patches."""
         options = EngineOptions(
-            model=str(folder), dtype="bfloat16", max_model_len=2048, spec_method="none", kv_cache_memory_bytes=1 << 28
+            model=str(folder), dtype="bfloat16", max_model_len=4096, spec_method="none", kv_cache_memory_bytes=1 << 28
         )
         self._executor: Executor = factory.start(resolve(options), "warning", on_end=lambda: None)
         media = self._executor.config.model.architecture.media

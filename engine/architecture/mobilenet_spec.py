@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quire.engine.architecture.media_spec import TowerSpec
+from quire.engine.architecture.media_spec import TowerSpec, TowerWork
 from quire.engine.architecture.spec_parts import Activation, NormSpec, Parameter, Parameters, linear, norm, vector
+from quire.engine.protocol.media import MediaItem
 
 NORM = NormSpec(eps=1e-6)
 """Of channels."""
 ACTIVATION: Activation = "gelu_tanh"
 FUSION_STEPS = 8
 """The fusion has about so many times the multiplications of a late block. It is computed in as many slices of rows."""
+EDGE_STEPS = 5
+"""The same of a block with `EdgeResidualSpec`."""
 
 
 def _convolution(module: str, outputs: int, inputs: int, side: int = 1) -> Parameters:
@@ -118,6 +121,15 @@ class MobileAttentionSpec(BlockSpec):
         yield vector("scale", "weight", self.outputs)
 
 
+def _multiplications(block: BlockSpec, inputs: int, side: int) -> int:
+    """By the parameters of a block with so many rows and columns inside."""
+    strided = ("middle", "projection") if isinstance(block, InvertedResidualSpec) else ()
+    return sum(
+        each.elements(1) * (side // block.stride if each.module.startswith(strided) else side) ** 2
+        for each in block.parameters(inputs)
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class MobileNetSpec(TowerSpec):
     """See the module."""
@@ -146,9 +158,21 @@ class MobileNetSpec(TowerSpec):
         """Channels of these outputs."""
         return sum(stage[-1].outputs for stage in self.stages[-2:])
 
-    def num_steps(self, num_features: int, device: str) -> int:
-        """See `TowerSpec`: blocks, and slices of the fusion."""
-        return sum(map(len, self.stages)) + FUSION_STEPS
+    def steps(self, item: MediaItem, device: str) -> Iterator[tuple[TowerWork, int]]:
+        """See `TowerSpec`: the first convolution, blocks or their slices, and slices of the fusion."""
+        images, inputs = item.num_features / self.grid**2, 3
+        (_, side, outputs), *sizes, (_, last, _) = self._sizes()
+        yield TowerWork(images * 9 * inputs * outputs * side**2), 1
+        inputs, blocks = outputs, [block for stage in self.stages for block in stage]
+        for block, (inner, side, outputs) in zip(blocks, sizes, strict=True):
+            linear, attention = images * _multiplications(block, inputs, side), 0.0
+            if isinstance(block, MobileAttentionSpec):
+                attention = images * 2 * inner * side**2 * (side // block.reduction) ** 2
+            count = EDGE_STEPS if isinstance(block, EdgeResidualSpec) else 1
+            yield TowerWork(linear / count, attention), count
+            inputs = outputs
+        fusion = images * _multiplications(self.fusion, self.fused, last)
+        yield TowerWork(fusion / FUSION_STEPS), FUSION_STEPS
 
     @property
     def state_width(self) -> int:

@@ -6,13 +6,16 @@ Each tile is encoded by itself. No torch here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.engine.architecture.encoder_spec import EncoderAttentionSpec
+from quire.engine.architecture.media_spec import TowerWork
 from quire.engine.architecture.model_spec import LayerSpec
 from quire.engine.architecture.spec_parts import NormSpec, Parameter, Parameters, linear, norm, vector
 from quire.engine.architecture.tower_spec import VisionTowerSpec
 from quire.engine.architecture.vit_spec import ImagePositionsSpec
+from quire.engine.protocol.media import MediaItem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,11 @@ class RelativeAttentionSpec(EncoderAttentionSpec):
         yield from super().parameters(hidden)
         for axis in ("rows", "columns"):
             yield Parameter("attention.distances", axis, {"": (2 * self.side - 1, self.head_dim)})
+
+
+def _relative(layer: LayerSpec) -> RelativeAttentionSpec:
+    assert isinstance(layer.attention, RelativeAttentionSpec)
+    return layer.attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +63,54 @@ class SamTowerSpec(VisionTowerSpec):
         """Numbers that a feature is made of."""
         return self.reader_width
 
-    def num_steps(self, num_features: int, device: str) -> int:
-        """See `TowerSpec`: attentions and feed-forward layers."""
-        return 2 * (len(self.layers) + len(self.readers))
+    def steps(self, item: MediaItem, device: str) -> Iterator[tuple[TowerWork, int]]:
+        """See `TowerSpec`: behind those of the layers, the convolutions of the neck; the attention and the feed-forward
+        layer of each reader."""
+        yield from super().steps(item, device)
+        tokens, linear = self.tokens_of(item), self._linear_work
+        for name, patches in (("first", 1), ("second", 1), ("third", 4), ("fourth", 16)):
+            yield TowerWork(tokens * linear[f"neck.{name}"] / patches), 1
+        tokens = -(-tokens // self.patches_per_read)
+        for number, layer in enumerate(self.readers):
+            own, mixing = f"readers.{number}", tokens * super().mixing(layer, tokens)
+            yield TowerWork(tokens * (linear[f"{own}.attention.qkv"] + linear[f"{own}.attention.output"]), mixing), 1
+            yield TowerWork(tokens * linear[f"{own}.feed_forward"]), 1
+
+    @property
+    def state_width(self) -> int:
+        """See `TowerSpec`: a key has features for each row and column of a tile, too."""
+        attentions = [_relative(layer) for layer in self.layers]
+        return super().state_width + max(2 * each.num_heads * each.side for each in attentions)
+
+    @property
+    def window_side(self) -> int:
+        """Of the layers that have windows; 0: none has."""
+        return max(_relative(layer).window_side for layer in self.layers)
+
+    def is_narrow(self, layer: int) -> bool:
+        """Whether attention is to the patches of a window."""
+        return bool(_relative(self.layers[layer]).window_side)
+
+    def num_keys(self, item: MediaItem, layer: int) -> int:
+        """See `VisionTowerSpec`: of a tile as in training, or of a window."""
+        attention = _relative(self.layers[layer])
+        return min(self.tokens_of(item), (attention.window_side or attention.side) ** 2)
+
+    def mixing(self, layer: LayerSpec, num_keys: int) -> float:
+        """See `VisionTowerSpec`: the vectors for distances are multiplied by the query, and its products with them are
+        further features."""
+        attention = _relative(layer)
+        heads, features = attention.num_heads, 2 * attention.side
+        return super().mixing(layer, num_keys) + heads * features * (num_keys + attention.head_dim)
+
+    @property
+    def patches_per_read(self) -> int:
+        """Patches for each token of the readers: these are shrunk patches."""
+        return self.patches_per_feature
+
+    def mergers(self, layer: int) -> Sequence[Sequence[str]]:
+        """See `VisionTowerSpec`: none, as the neck reads squares of patches."""
+        return []
 
     @property
     def patches_per_feature(self) -> int:
@@ -90,6 +143,11 @@ class QueriedSamTowerSpec(SamTowerSpec):
     queries: tuple[int, int]
     """Numbers of queries, whose outputs are the features: for tiles of at most so many shrunk patches as there are
     queries in the first set, and for others."""
+
+    @property
+    def patches_per_read(self) -> int:
+        """See `SamTowerSpec`: there are as many queries, too."""
+        return self.patches_per_feature // 2
 
     def parameters(self) -> Parameters:
         """See `TowerSpec`."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.encoder_spec import EncoderAttentionSpec
 from quire.engine.architecture.feed_forward_spec import MLPSpec
-from quire.engine.architecture.media_spec import TowerSpec
+from quire.engine.architecture.media_spec import TowerSpec, TowerWork
 from quire.engine.architecture.model_spec import LayerSpec
 from quire.engine.architecture.spec_parts import (
     Activation,
@@ -24,6 +27,7 @@ from quire.engine.architecture.spec_parts import (
     vector,
 )
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.media import MediaItem
 
 FINE = 2
 """Feed-forward layers, and mergers behind all layers, cost about twice as much as queries, keys and values. So they
@@ -165,23 +169,48 @@ class VisionTowerSpec(TowerSpec):
     layers: tuple[LayerSpec, ...]
     """With `EncoderAttentionSpec` and `MLPSpec`."""
 
-    def num_steps(self, num_features: int, device: str) -> int:
-        """See `TowerSpec`: slices of the embedding of patches; of queries, keys and values, of attention and of the
-        feed-forward layer in each layer; of the mergers."""
-        count, num_layers = self.num_slices(num_features, device), len(self.layers)
-        steps = (1 + (1 + FINE) * num_layers + FINE * self.num_mergers) * count
-        narrow = self.num_narrow_layers
-        return steps + narrow * count + (num_layers - narrow) * self.num_query_slices(num_features, device)
+    def steps(self, item: MediaItem, device: str) -> Iterator[tuple[TowerWork, int]]:
+        """See `TowerSpec`: the arrays; slices of the embedding of patches; positions; slices of queries, keys and
+        values, of attention and of the feed-forward layer in each layer; slices of the mergers."""
+        tokens, count = self.tokens_of(item), self.num_slices(item, device)
 
-    @property
-    def num_narrow_layers(self) -> int:
-        """Layers with attention to a few tokens."""
-        return 0
+        def sliced(modules: Sequence[str], number: int, attention: float = 0.0) -> tuple[TowerWork, int]:
+            linear = sum(self._linear_work[module] for module in modules)
+            return TowerWork(tokens * linear / number, tokens * attention / number), number
 
-    @property
-    def num_mergers(self) -> int:
-        """Computations of features from the outputs of layers."""
-        return 1
+        # To copy the arrays takes about half as long as their product with the weight, and positions a quarter.
+        (embedding, _), (half, _), (quarter, _) = (sliced(["patches"], number) for number in (count, 2, 4))
+        yield from ((half, 1), (embedding, count), (quarter, 1))
+        for number, layer in enumerate(self.layers):
+            own, num_keys = f"layers.{number}", self.num_keys(item, number)
+            mixing, num_query_slices = self.mixing(layer, num_keys), self.num_query_slices(item, device, num_keys)
+            yield sliced([f"{own}.attention.qkv"], count)
+            yield sliced([f"{own}.attention.output"], num_query_slices, mixing)
+            yield sliced([f"{own}.feed_forward"], FINE * count)
+            yield from (sliced(modules, FINE * count) for modules in self.mergers(number))
+
+    @cached_property
+    def _linear_work(self) -> Mapping[str, float]:
+        """Multiplications by the parameters of each module, and of those in it, for each of the tower's tokens."""
+        work = defaultdict[str, float](float)
+        for each in self.parameters():
+            for module in accumulate(each.module.split("."), "{}.{}".format):
+                work[module] += each.elements(1) / self.patches_per_input(each.module)
+        return work
+
+    def num_keys(self, item: MediaItem, layer: int) -> int:
+        """The tokens that each of an item's tokens attends to in a layer, at most."""
+        return self.tokens_of(item)
+
+    def mixing(self, layer: LayerSpec, num_keys: int) -> float:
+        """Multiplications in a layer's attention of a token to so many."""
+        attention = layer.attention
+        assert isinstance(attention, AttentionSpec)
+        return 2.0 * attention.num_heads * attention.head_dim * num_keys
+
+    def mergers(self, layer: int) -> Sequence[Sequence[str]]:
+        """What computes features from the output of a layer: the modules of each computation, one after another."""
+        return [["projector"]] if layer == len(self.layers) - 1 else []
 
     @property
     def state_width(self) -> int:
@@ -249,15 +278,24 @@ class GridTowerSpec(VisionTowerSpec):
         if wrong := [number for number in self.levels if number not in range(len(self.layers))]:
             raise ConfigError(f"deepstack_visual_indexes has {wrong}, but vision_config's depth is {len(self.layers)}")
 
-    @property
-    def num_narrow_layers(self) -> int:
-        """See `VisionTowerSpec`."""
-        return len(self.layers) - len(self.full_layers) if self.window else 0
+    def is_narrow(self, layer: int) -> bool:
+        """Whether attention is to the tokens of a window."""
+        return bool(self.window) and layer not in self.full_layers
 
-    @property
-    def num_mergers(self) -> int:
+    def num_keys(self, item: MediaItem, layer: int) -> int:
+        """See `VisionTowerSpec`: of a frame, or of a window."""
+        frames = 1 if self.is_joint else max(1, sum(run.grid[0] for run in item.runs))
+        size = -(-self.tokens_of(item) // frames)
+        return min(size, (self.window * self.merge) ** 2) if self.is_narrow(layer) else size
+
+    def mergers(self, layer: int) -> Sequence[Sequence[str]]:
         """See `VisionTowerSpec`; a resampler has two halves."""
-        return 1 + self.num_levels + isinstance(self.merger, ResamplerSpec)
+        found = [[f"level_mergers.{self.levels.index(layer)}"]] if layer in self.levels else []
+        if layer < len(self.layers) - 1:
+            return found
+        if isinstance(self.merger, ResamplerSpec):
+            return [*found, ["projector", "merger.squares"], ["merger.frames", "merger.projection"]]
+        return [*found, ["projector", "merger"]]
 
     @property
     def patches_per_feature(self) -> int:

@@ -25,6 +25,7 @@ from quire.engine.architecture.spec_parts import (
 )
 from quire.engine.architecture.tower_spec import VisionTowerSpec
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.media import MediaItem
 
 _MAX_JOINED = 4
 """Frames whose patches become one feature, if they are joined."""
@@ -275,6 +276,13 @@ class ViTSpec(VisionTowerSpec):
     def __post_init__(self) -> None:
         if not self.outputs or not all(0 <= each <= len(self.layers) for each in self.outputs):
             raise ConfigError(f"vision_feature_layer: there are {len(self.layers)} layers, but it names {self.outputs}")
+
+    def num_keys(self, item: MediaItem, layer: int) -> int:
+        """See `VisionTowerSpec`: of a tile, if all have about the size of those in training."""
+        tokens, positions = self.tokens_of(item), self.positions
+        if self.pixels != "images" or positions.kind not in ("learned", "fractional"):
+            return tokens
+        return min(tokens, positions.grid**2 + (positions.class_token is not None))
 
     @property
     def patches_per_feature(self) -> int:

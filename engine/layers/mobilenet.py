@@ -5,6 +5,9 @@ Images are `[images, channels, rows, columns]`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,13 +44,17 @@ class Convolutions2d(nn.Module):
     def convolved(self, name: str, x: Tensor, stride: int = 1) -> Tensor:
         """One place of the output for each `stride` rows and columns of the input, which gets zeros around it, one more
         below and at the right if their number is odd. A weight for one channel is applied to each by itself."""
-        own, padding = self._own(name), list[int]()
+        own, padded = self._own(name), self.padded(name, x, stride)
         weight = own["weight"]
+        return F.conv2d(padded, weight, own.get("bias"), stride, groups=x.shape[1] // weight.shape[1])
+
+    def padded(self, name: str, x: Tensor, stride: int) -> Tensor:
+        """The input of a convolution with the zeros around it."""
+        side, padding = self._own(name)["weight"].shape[-1], list[int]()
         for size in reversed(x.shape[2:]):
-            total = max(0, (-(-size // stride) - 1) * stride + weight.shape[-1] - size)
+            total = max(0, (-(-size // stride) - 1) * stride + side - size)
             padding += (total // 2, total - total // 2)
-        x = F.pad(x, padding) if any(padding) else x
-        return F.conv2d(x, weight, own.get("bias"), stride, groups=x.shape[1] // weight.shape[1])
+        return F.pad(x, padding) if any(padding) else x
 
     def normed(self, name: str, x: Tensor) -> Tensor:
         """Over channels."""
@@ -72,8 +79,8 @@ class MobileNetBlock(Convolutions2d):
 
     def forward(self, x: Tensor) -> Tensor:
         match self._spec:
-            case EdgeResidualSpec(stride=stride):
-                out = self.layer("reduction", self.layer("edge", x, stride, is_active=True))
+            case EdgeResidualSpec():
+                return torch.cat([*self.by_rows(x, 1)], dim=2)
             case InvertedResidualSpec() as spec:
                 out = self._inverted(spec, x)
             case MobileAttentionSpec() as spec:
@@ -83,6 +90,17 @@ class MobileNetBlock(Convolutions2d):
         if "scale" in self._modules:
             out = out * self._own("scale")["weight"][:, None, None]
         return out + x if self._is_residual else out
+
+    def by_rows(self, x: Tensor, count: int) -> Iterator[Tensor]:
+        """The output of a block with `EdgeResidualSpec`, in `count` slices of its rows."""
+        spec, weight = self._spec, self._own("edge")["weight"]
+        assert isinstance(spec, EdgeResidualSpec)
+        rows, padded = -(-x.shape[2] // spec.stride), self.padded("edge", x, spec.stride)
+        for begin, end in pairwise(rows * number // count for number in range(count + 1)):
+            part = padded[:, :, begin * spec.stride : (end - 1) * spec.stride + spec.side]
+            part = self.normed("edge_norm", F.conv2d(part, weight, None, spec.stride))
+            part = self.layer("reduction", kernels.activate(part, ACTIVATION))
+            yield part + x[:, :, begin:end] if self._is_residual else part
 
     def _inverted(self, spec: InvertedResidualSpec, x: Tensor) -> Tensor:
         if spec.start:

@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture.mobilenet_spec import ACTIVATION, FUSION_STEPS, MobileNetSpec
+from quire.engine.architecture.mobilenet_spec import (
+    ACTIVATION,
+    EDGE_STEPS,
+    FUSION_STEPS,
+    EdgeResidualSpec,
+    MobileNetSpec,
+)
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.mobilenet import Convolutions2d, MobileNetBlock
 from quire.engine.layers.norm import make_norm
@@ -40,11 +46,17 @@ class MobileNetTower(Tower):
         x = arrays["pixel_values"].to(self.tokens["weight"].dtype)
         del arrays  # not needed while the blocks wait for their steps
         x = kernels.activate(self.ends.layer("stem", x, 2), ACTIVATION)
+        yield None
         outputs: list[Tensor] = []
         for number in range(len(self._spec.stages)):
-            for block in self.get_submodule(f"stage_{number}").children():
-                x = block(x)
-                yield None
+            blocks = zip(self._spec.stages[number], self.get_submodule(f"stage_{number}").children(), strict=True)
+            for block_spec, block in blocks:
+                assert isinstance(block, MobileNetBlock)
+                parts = []
+                for part in block.by_rows(x, EDGE_STEPS) if isinstance(block_spec, EdgeResidualSpec) else (block(x),):
+                    parts.append(part)
+                    yield None
+                x = torch.cat(parts, dim=2)
             outputs = [*outputs[-1:], x]
         sizes = outputs[0].shape[2:]
         x = torch.cat([F.interpolate(each, sizes) for each in outputs], dim=1)

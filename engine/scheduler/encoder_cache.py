@@ -32,12 +32,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from quire.engine.architecture.media_spec import NO_WORK, TowerWork
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.scheduler_output import MediaPlan
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.scheduler.plans_in_flight import PlansInFlight
 from quire.engine.scheduler.request import Request
+from quire.engine.scheduler.token_budget import TowerTime
 
 
 class MediaSpan(NamedTuple):
@@ -95,12 +97,17 @@ class EncoderCacheManager:
         """Items before which its rows have ended, and those that these rows would have read then: for the next plan."""
         self._part: UnencodedItem | None = None
         """The item whose first steps have run."""
+        self._last_steps: tuple[bytes, Sequence[tuple[TowerWork, int]]] = b"", ()
+        """Of the item that was planned last: all plans go on with the part."""
         self._unread: set[bytes] = set()
         """Items that were encoded ahead of the first row that reads them."""
         self._plan = MediaPlan()
         """Of the plan that is made."""
-        self.num_planned = 0.0
-        """Features that it encodes; of the part, the same share as of its steps."""
+        self._num_planned = 0
+        """Features of the items that it encodes, at least in part."""
+        divides_items = self._tower is not None and self._tower.divides_items
+        self._work = [NO_WORK] * (config.parallel.tensor_parallel_size if divides_items else 1)
+        """Of the tower, in this plan: of each rank if they divide items."""
         self._rows: list[Request] = []
         """Its requests with rows that read features."""
         self.lacks_tokens = False
@@ -161,6 +168,11 @@ class EncoderCacheManager:
         return bool(self._plan.encoded)
 
     @property
+    def planned_work(self) -> TowerWork:
+        """Of the tower, in the current plan: of the rank with the most, which runs beside the others."""
+        return max(self._work, key=sum)
+
+    @property
     def _fresh(self) -> set[bytes]:
         """Items that the current plan completes, and that nobody holds yet. They stay until the next plan."""
         return {item.digest for item in self._plan.encoded} & self._unused.keys()
@@ -176,34 +188,37 @@ class EncoderCacheManager:
         parts = self._wanted.values() if self._part is None else (self._part, *self._wanted.values())
         return any(part.request is request for part in parts)
 
-    def start(self, within: float | None) -> float:
-        """Begin a plan; returns how many features it encodes before its rows are known.
+    def start(self, within: TowerTime | None) -> None:
+        """Begin a plan.
 
-        `within` is the number of features for which it has time next to decodes: items are encoded here only, and at
-        least one step of the first one. None: the part is completed, and rows encode the items that they reach.
+        `within` is the time that it has for the tower next to decodes: items are encoded here only, and at least one
+        step of the first one. None: the part is completed, and rows encode the items that they reach.
         """
-        self._is_ahead, left = within is not None, float("inf") if within is None else within
+        self._is_ahead, left = within is not None, 0.0 if within is None else within.seconds
         wanted, self._wanted = self._wanted if self._is_ahead else {}, {}
         if self._part is not None:
             wanted = {self._part.item.digest: self._part, **wanted}
         for digest, part in wanted.items():
-            size, total = part.item.num_features, self._num_steps(part.item)
             if digest in self._sizes or part.request not in self._spans:
                 continue
-            if not part.num_steps and size > self._room:
+            if not part.num_steps and part.item.num_features > self._room:
                 self._is_full = True
                 break
-            affordable = min(total - part.num_steps, left * total / size)
-            steps = int(affordable if self.num_planned else max(1, affordable))
+            steps = 0
+            for work, count in self._steps_left(part):
+                cost = 0.0 if within is None else within.cost(work)
+                least = 0 if steps or self.has_planned else 1
+                affordable = max(least, min(count, int(max(0.0, left) / cost))) if cost else count
+                steps, left = steps + affordable, left - affordable * cost if affordable else left
+                if affordable < count:
+                    break
             if not steps:
                 break
             self._encode(part, steps)
-            left = max(0.0, left - steps / total * size)
             if self._part is not None:
                 break
             self._unused[digest] = None
             self._unread.add(digest)
-        return self.num_planned
 
     def limit_chunk(self, request: Request, count: int, most: int) -> int:
         """Return how many of a request's next `count` tokens a row of the current plan can have.
@@ -216,7 +231,7 @@ class EncoderCacheManager:
         if self.needs_whole_runs:
             end = self._end_of_run(request, start, end, start + most)
             self.lacks_tokens |= end <= start
-        room, planned = self._room, self.num_planned
+        room, planned = self._room, self._num_planned
         seen = self._fresh
         for span in (spans := self._spans_in(request, start, end)):
             digest, size = span.item.digest, span.num_features
@@ -286,14 +301,34 @@ class EncoderCacheManager:
                 self._num_used += span.num_features
             self._num_holders[digest] = self._num_holders.get(digest, 0) + 1
 
+    def _steps(self, item: MediaItem) -> Sequence[tuple[TowerWork, int]]:
+        """See `TowerSpec.steps`; one without work if the item has features."""
+        if item.digest != self._last_steps[0]:
+            assert self._tower is not None
+            steps = [*self._tower.steps(item, self._device)] if item.needs_tower else [(NO_WORK, 1)]
+            self._last_steps = item.digest, steps
+        return self._last_steps[1]
+
+    def _steps_left(self, part: UnencodedItem) -> Iterator[tuple[TowerWork, int]]:
+        """The steps that have not run."""
+        done = part.num_steps
+        for work, count in self._steps(part.item):
+            if done < count:
+                yield work, count - done
+            done = max(0, done - count)
+
     def _num_steps(self, item: MediaItem) -> int:
-        assert self._tower is not None
-        return self._tower.num_steps(item.num_features, self._device)
+        return sum(count for _, count in self._steps(item))
 
     def _encode(self, part: UnencodedItem, steps: int) -> None:
         """Run `steps` for an item in the current plan. The first ones drop the least recently used items for it; the
         last ones complete it, and otherwise it becomes the part."""
-        item, total, num_run = part.item, self._num_steps(part.item), part.num_steps + steps
+        item, num_run, left = part.item, part.num_steps + steps, steps
+        assert self._tower is not None
+        rank = self._tower.rank_of(item, len(self._work))
+        for work, count in self._steps_left(part):
+            self._work[rank] = self._work[rank].plus(work, min(left, count))
+            left = max(0, left - count)
         if not part.num_steps:
             assert self._part is None
             kept = sum(self._sizes.values())
@@ -304,9 +339,9 @@ class EncoderCacheManager:
                 self._plan.freed.append(digest)
             self._stats.encoded_features += item.num_features
         self._plan.encoded.append(msgspec.structs.replace(item, data=None) if part.num_steps else item)
-        self.num_planned += steps / total * item.num_features
+        self._num_planned += item.num_features
         self._encoded.setdefault(self._in_flight.next_step, {})[item.digest] = part.request
-        if num_run == total:
+        if num_run == self._num_steps(item):
             self._sizes[item.digest], self._part = item.num_features, None
         else:
             self._plan.num_steps, self._part = steps, part._replace(num_steps=num_run)
@@ -323,8 +358,8 @@ class EncoderCacheManager:
             self.release(
                 request, [span.item.digest for span in self._spans_in(request, end - 1, end) if end < span.end]
             )
-        plan, self._plan, self.num_planned, self._is_full = self._plan, MediaPlan(), 0.0, False
-        self.lacks_tokens = False
+        plan, self._plan, self._is_full, self.lacks_tokens = self._plan, MediaPlan(), False, False
+        self._num_planned, self._work = 0, [NO_WORK] * len(self._work)
         self._rows.clear()
         return plan if plan.encoded or plan.freed else None
 
@@ -392,4 +427,4 @@ class EncoderCacheManager:
             begun = {span.item.digest for span in self._spans_in(request, end - 1, end) if end < span.end}
             assert self._held.get(request, {}).keys() == begun
         assert not self._rows
-        assert not self.num_planned
+        assert not self._num_planned

@@ -125,6 +125,16 @@ class Request:
         """Known tokens that are not scheduled yet."""
         return max(0, len(self.token_ids) - self.num_computed_tokens)
 
+    @property
+    def media_end(self) -> int:
+        """The token behind its last image or video; 0 if it has none."""
+        return self.core_request.media[-1].end if self.core_request.media else 0
+
+    @property
+    def num_pending_texts(self) -> int:
+        """Those of its pending tokens that do not wait for a tower: behind all images and videos."""
+        return max(0, len(self.token_ids) - max(self.num_computed_tokens, self.media_end))
+
     def output(
         self,
         token_ids: list[int],

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 
 from quire.engine.scheduler.request import Request, ShareQueue
@@ -142,10 +142,10 @@ class RequestQueue:
         share = max(shares, key=_load_without_newest, default=below)
         return share if _load_without_newest(share) > below.load else None
 
-    def pending(self, limit: int) -> int:
-        """Pending tokens of approximately the first `limit` requests."""
+    def first(self, limit: int) -> Iterator[Request]:
+        """Approximately the first `limit` requests."""
         first = itertools.islice(itertools.chain.from_iterable(share.waiting for share in self.shares), limit)
-        return sum(request.num_pending_tokens for _, request in first if request.finish_reason is None)
+        return (request for _, request in first if request.finish_reason is None)
 
     def check_integrity(self, running: Sequence[Request]) -> list[Request]:
         """Assert that the counts are right; returns the waiting requests."""

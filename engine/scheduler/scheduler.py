@@ -56,7 +56,7 @@ from quire.engine.scheduler.request_limits import RequestLimits
 from quire.engine.scheduler.request_queue import RequestQueue, discard, order
 from quire.engine.scheduler.running_requests import RunningRequests
 from quire.engine.scheduler.structured_output import StartedGrammar, StructuredOutputManager
-from quire.engine.scheduler.token_budget import TokenBudget
+from quire.engine.scheduler.token_budget import TokenBudget, TowerTime
 
 
 class Scheduler:
@@ -212,20 +212,20 @@ class Scheduler:
         num_decodes = plan.num_rows
         context += sum(request.num_computed_tokens for request in plan.changed[num_plain:])
         is_latency_bound = bool(self.running.decoding or self.structured_output or self.drafts_in_flight)
-        encoded, waits_for_encoder = 0.0, False
+        waits_for_encoder = False
         measures_decodes = self.token_budget.measures_decodes(num_decodes, self.running.prefilling, self.waiting)
         if self.encoder_cache.has_requests and not measures_decodes:
             waits_for_encoder = not self.waiting and all(map(self.encoder_cache.is_awaited_by, self.running.prefilling))
-            within: float | None = None
+            within: TowerTime | None = None
             if is_latency_bound and self.config.dynamic_chunking:
-                within = self.token_budget.max_encoder_features(num_decodes, context, waits_for_encoder)
-            encoded = self.encoder_cache.start(within)
+                within = self.token_budget.tower_time(num_decodes, context, waits_for_encoder)
+            self.encoder_cache.start(within)
         max_prompt_tokens = self.token_budget.max_prompt_tokens(
             num_decodes,
             context,
             self.running.prefilling,
             self.waiting,
-            encoded,
+            self.encoder_cache.planned_work,
             is_latency_bound=is_latency_bound,
             waits_for_encoder=waits_for_encoder,
         )
@@ -244,9 +244,9 @@ class Scheduler:
         self._admit(plan, limits)
 
         if plan.num_rows or self.encoder_cache.has_planned:
-            encoded = self.encoder_cache.num_planned
+            work = self.encoder_cache.planned_work
             output, rows = self._finish_plan(plan)
-            self.token_budget.on_scheduled(output, rows, num_decodes, context, encoded)
+            self.token_budget.on_scheduled(output, rows, num_decodes, context, work)
             return output
         if len(self.in_flight) and len(self.requests) >= self.stages:
             self.stats.idle_stage_steps += max(0, self.stages - len(self.in_flight))

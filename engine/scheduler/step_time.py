@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from quire.engine.architecture.media_spec import NO_WORK, TowerWork
+
 _DECAY = 0.98
 """Factor by which a step's weight decays with each later step of its kind: about the last 50 count."""
 _WARM_UP = 2
@@ -22,7 +24,7 @@ _OUTLIERS_AFTER = 16
 _DECODE_STRIDE = 16
 """Of consecutive decode-only steps, only one in this many is learned from: they are alike, and learning takes time."""
 _SWEEPS = 8
-_SCALE = (1.0, 1 / 256, 1 / 32, 1 / 2**14, 1 / 2**18, 1 / 256)
+_SCALE = (1.0, 1 / 256, 1 / 32, 1 / 2**14, 1 / 2**18, 1 / 2**30, 1 / 2**30)
 """Scale of each feature, which brings them to the same order of magnitude."""
 
 
@@ -36,13 +38,17 @@ class StepLoad(NamedTuple):
     """KV tokens that the decodes read."""
     prompt_context: float
     """KV tokens that the prompt tokens read: the sum of their positions."""
-    encoded_features: float = 0.0
-    """Features of images and videos that a tower computes; of an item that it does not complete, the same share as of
-    the tower's steps."""
+    tower_linear: float = 0.0
+    """Of `TowerWork`."""
+    tower_attention: float = 0.0
+
+    @property
+    def tower_work(self) -> TowerWork:
+        return TowerWork(self.tower_linear, self.tower_attention)
 
     @property
     def is_decodes_only(self) -> bool:
-        return not (self.prompt_tokens or self.encoded_features)
+        return not (self.prompt_tokens or any(self.tower_work))
 
 
 class StepTimeModel:
@@ -54,8 +60,8 @@ class StepTimeModel:
         """Sums of the steps with only decodes (False) and of the others (True)."""
         self.max_prompt_tokens_seen = 0
         """Largest number of prompt tokens in a measured step; predictions far beyond it are unreliable."""
-        self._has_encoded = False
-        """Whether a measured step has encoded images or videos."""
+        self._known_work = NO_WORK
+        """Of a tower, in measured steps, the most of each kind."""
         self._num_steps = 0
         self._num_outliers = 0
         """Consecutive steps that took far longer than predicted."""
@@ -70,7 +76,11 @@ class StepTimeModel:
 
     def can_predict(self, load: StepLoad) -> bool:
         """Whether the costs of such a step are known."""
-        return self.is_ready and (self._has_encoded or not load.encoded_features)
+        return self.is_ready and self._knows(load.tower_work)
+
+    def _knows(self, work: TowerWork) -> bool:
+        """Whether the cost of each kind of work has been measured."""
+        return all(known or not own for known, own in zip(self._known_work, work, strict=True))
 
     def learn(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step with this load that took `seconds`."""
@@ -83,8 +93,7 @@ class StepTimeModel:
         )
         if self._num_steps <= _WARM_UP or seconds <= 0.0 or is_alike:
             return
-        is_new = load.encoded_features > 0 and not self._has_encoded
-        may_clip = self._num_steps > _OUTLIERS_AFTER and not is_new
+        may_clip = self._num_steps > _OUTLIERS_AFTER and self._knows(load.tower_work)
         if may_clip and 0.0 < (expected := _OUTLIER_FACTOR * self.predict(load)) < seconds:
             self._num_outliers += 1
             if self._num_outliers <= _MAX_OUTLIERS:
@@ -93,7 +102,7 @@ class StepTimeModel:
             self._num_outliers = 0
         features = [count * scale for count, scale in zip((1, *load), _SCALE, strict=True)]
         self.max_prompt_tokens_seen = max(self.max_prompt_tokens_seen, load.prompt_tokens)
-        self._has_encoded |= load.encoded_features > 0
+        self._known_work = TowerWork(*map(max, self._known_work, load.tower_work))
         self._sums[not load.is_decodes_only].add([feature / seconds for feature in features])
         self._is_fitted = False
 
@@ -104,11 +113,11 @@ class StepTimeModel:
         return sum(coefficient * count * scale for coefficient, count, scale in counts)
 
     def prompt_tokens_within(
-        self, seconds: float, decodes: int, decode_context: int, position: int, encoded_features: float = 0.0
+        self, seconds: float, decodes: int, decode_context: int, position: int, tower: TowerWork = NO_WORK
     ) -> float:
-        """Prompt tokens, starting at `position`, that fit into `seconds` next to these decodes and features; may be
-        infinite."""
-        left = seconds - self.predict(StepLoad(0, decodes, decode_context, 0.0, encoded_features))
+        """Prompt tokens, starting at `position`, that fit into `seconds` next to these decodes and a tower's work; may
+        be infinite."""
+        left = seconds - self.predict(StepLoad(0, decodes, decode_context, 0.0, *tower))
         if left <= 0.0:
             return 0.0
         # token n costs each + growth * (position + n): solve  growth / 2 n² + slope n = left
@@ -117,13 +126,13 @@ class StepTimeModel:
         divisor = slope + math.sqrt(slope * slope + 2 * growth * left)
         return 2 * left / divisor if divisor else math.inf
 
-    def encoder_features_within(self, seconds: float, load: StepLoad) -> float:
-        """Features that can be encoded in `seconds` in a step with this load: 0 while their cost is not known; may be
-        infinite."""
-        if not self._has_encoded:
-            return 0.0
-        left, each = seconds - self.predict(load), self._coefficients[5] * _SCALE[5]
-        return max(0.0, left) / each if each else math.inf
+    def tower_seconds(self, work: TowerWork) -> float:
+        """The time of a step of a tower, beside the step's other costs; infinite while it is not known."""
+        if not self._knows(work):
+            return math.inf
+        self._fit()
+        counts = zip(self._coefficients[5:], work, _SCALE[5:], strict=True)
+        return sum(coefficient * count * scale for coefficient, count, scale in counts)
 
     def efficient_prompt_tokens(self, overhead: float) -> float:
         """Minimum tokens of a prompt-only step at which the fixed cost is at most this share of its time."""

@@ -7,8 +7,10 @@ predicted step time, which is learned from measured steps (see `quire.engine.sch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from quire.engine.architecture.media_spec import NO_WORK, TowerWork
 from quire.engine.config.engine_config import SchedulerConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.request import Request
@@ -28,8 +30,8 @@ its maximum."""
 _LOOK_AHEAD = 32
 """Number of waiting requests counted as queued."""
 _ENCODER_SHARE = 0.8
-"""Share of the target time that a step may fill that encodes images: the layers of a tower do not all take the same
-time, and the first and last parts of an image include more than layers."""
+"""Share of the target time that a step may fill that encodes images, or has a prompt before the end of some: a tower's
+steps are predicted less exactly than tokens, and an image keeps many steps full."""
 _DECODE_ONLY_EVERY = 64
 """One in this many mixed plans contains decodes only, to measure them."""
 _MIN_TARGET = 0.02
@@ -43,6 +45,14 @@ _MAX_LARGER = 2
 def _largest_item(plan: SchedulerOutput) -> int:
     """Features of the largest image that a plan encodes, at least in part."""
     return max((item.num_features for item in plan.media.encoded), default=0) if plan.media is not None else 0
+
+
+class TowerTime(NamedTuple):
+    """The time that a plan has for a tower."""
+
+    seconds: float
+    cost: Callable[[TowerWork], float]
+    """Seconds of such work; infinite while they are not known."""
 
 
 class TokenBudget:
@@ -70,7 +80,7 @@ class TokenBudget:
             return limits.max_num_seqs, limits.max_num_batched_tokens
         room = limits.max_num_seqs - len(running)
         rows = -(-(len(running) + min(room, len(waiting))) // self.stages)
-        tokens = tokens_in_flight + sum(request.num_pending_tokens for request in running) + waiting.pending(room)
+        tokens = tokens_in_flight + sum(request.num_pending_tokens for request in (*running, *waiting.first(room)))
         return rows, limits.share(tokens, self.stages)
 
     def measures_decodes(self, decodes: int, prefilling: Sequence[Request], waiting: RequestQueue) -> bool:
@@ -86,16 +96,16 @@ class TokenBudget:
         context: int,
         prefilling: Sequence[Request],
         waiting: RequestQueue,
-        encoded: float = 0.0,
+        tower: TowerWork = NO_WORK,
         *,
         is_latency_bound: bool,
         waits_for_encoder: bool = False,
     ) -> int:
         """Return the maximum prompt tokens of a plan, such that the step stays within its target time.
 
-        `context` is the number of KV tokens that the decodes read, and `encoded` that of the features of images that
-        the step computes. `waits_for_encoder`: all prompts have waited for these. If the step is not latency-bound,
-        because no request waits for its next token, it is as long as is efficient.
+        `context` is the number of KV tokens that the decodes read, and `tower` the work on images in the step.
+        `waits_for_encoder`: all prompts have waited for these. If the step is not latency-bound, because no request
+        waits for its next token, it is as long as is efficient.
         """
         limits, step_time = self.config, self.step_time
         limit = limits.max_num_batched_tokens
@@ -108,31 +118,33 @@ class TokenBudget:
             return int(min(limit, max(_FIRST_CHUNK, step_time.efficient_prompt_tokens(_MAX_OVERHEAD))))
         position = prefilling[0].num_computed_tokens if prefilling else 0
 
-        def within(seconds: float, encoded: float = encoded) -> int:
-            tokens = step_time.prompt_tokens_within(seconds, decodes, context, position, encoded)
-            return max(0 if encoded and waits_for_encoder else _MIN_CHUNK, int(min(limit, tokens)))
+        def within(seconds: float, tower: TowerWork = tower) -> int:
+            tokens = step_time.prompt_tokens_within(seconds, decodes, context, position, tower)
+            return max(0 if any(tower) and waits_for_encoder else _MIN_CHUNK, int(min(limit, tokens)))
 
-        target = self._target(step_time, decodes, context, encodes=encoded > 0)
+        has_images = any(tower) or any(request.num_computed_tokens < request.media_end for request in prefilling)
+        target = self._target(step_time, decodes, context, has_images=has_images)
         if limits.itl_target is not None:
             return within(target)
         short, long = _DECODE_STEPS
-        queued = sum(request.num_pending_tokens for request in prefilling) + waiting.pending(_LOOK_AHEAD)
-        return within(target * min(long / short, max(1.0, queued / within(target, 0.0) / _MAX_QUEUED_STEPS)))
+        # What waits for images does not queue up: these come one by one, most of the time.
+        queued = sum(request.num_pending_texts for request in (*prefilling, *waiting.first(_LOOK_AHEAD)))
+        return within(target * min(long / short, max(1.0, queued / within(target, NO_WORK) / _MAX_QUEUED_STEPS)))
 
-    def _target(self, step_time: StepTimeModel, decodes: int, context: int, *, encodes: bool) -> float:
+    def _target(self, step_time: StepTimeModel, decodes: int, context: int, *, has_images: bool) -> float:
         """Target of a latency-bound step with these decodes, in seconds, if no prompts queue up."""
-        share = _ENCODER_SHARE if encodes else 1.0
+        share = _ENCODER_SHARE if has_images else 1.0
         if self.config.itl_target is not None:
             return share * self.config.itl_target / self.stages  # a token passes through every stage
         return share * max(_MIN_TARGET, _DECODE_STEPS[0] * step_time.predict(StepLoad(0, decodes, context, 0.0)))
 
-    def max_encoder_features(self, decodes: int, context: int, waits_for_encoder: bool) -> float:
-        """Return how many features of images and videos fit into the target time of a latency-bound step, next to the
-        minimum prompt tokens if a prompt does not wait for features; may be infinite. Step times must be modelled."""
+    def tower_time(self, decodes: int, context: int, waits_for_encoder: bool) -> TowerTime:
+        """Return the time for a tower in a latency-bound step, next to the minimum prompt tokens if a prompt does not
+        wait for features. Step times must be modelled."""
         assert self.step_time is not None
-        target = self._target(self.step_time, decodes, context, encodes=True)
-        tokens = 0 if waits_for_encoder else _MIN_CHUNK
-        return self.step_time.encoder_features_within(target, StepLoad(tokens, decodes, context, 0.0))
+        target = self._target(self.step_time, decodes, context, has_images=True)
+        load = StepLoad(0 if waits_for_encoder else _MIN_CHUNK, decodes, context, 0.0)
+        return TowerTime(target - self.step_time.predict(load), self.step_time.tower_seconds)
 
     def max_chunk(self, tokens_left: int, num_prompts: int, *, is_alone: bool) -> int:
         """Return the maximum tokens of a prompt in a plan with `tokens_left` for `num_prompts` prompts.
@@ -143,10 +155,10 @@ class TokenBudget:
         return share if is_alone else min(share, self.config.long_prefill_token_threshold or share)
 
     def on_scheduled(
-        self, plan: SchedulerOutput, rows: Sequence[Request], decodes: int, context: int, encoded: float
+        self, plan: SchedulerOutput, rows: Sequence[Request], decodes: int, context: int, tower: TowerWork
     ) -> None:
-        """Record the load of a plan that encodes so many features, and whose first rows are decodes (of several tokens
-        each if a grammar forces some).
+        """Record the load of a plan with this work of a tower, and whose first rows are decodes (of several tokens each
+        if a grammar forces some).
 
         Not of one without rows, which does not wait for a GPU. Not of one with drafts, which cost less than the tokens
         of prompts, or after which some are made.
@@ -157,7 +169,7 @@ class TokenBudget:
         chunks = plan.scheduled[decodes - len(plan.decodes) :]
         for request, row in zip(rows[decodes:], chunks, strict=True):
             prompt_context += row.num_tokens * (request.num_computed_tokens - row.num_tokens / 2)
-        self._loads[plan.step] = StepLoad(plan.num_tokens - decodes, decodes, context, prompt_context, encoded)
+        self._loads[plan.step] = StepLoad(plan.num_tokens - decodes, decodes, context, prompt_context, *tower)
 
     def predict(self, plan: SchedulerOutput) -> float | None:
         """Return the expected duration of a plan's step, in seconds; None if too few steps have been measured, or none

@@ -4,9 +4,10 @@ checks that the features are there."""
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.architecture.media_spec import MediaSpec, TowerSpec
+from quire.engine.architecture.media_spec import MediaSpec, TowerSpec, TowerWork
 from quire.engine.config.engine_config import EngineConfig, MediaConfig, SpeculativeConfig
 from quire.engine.protocol.media import MediaData, MediaItem, MediaKind, MediaRun
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.kv_cache_manager import extend_hashes
 from quire.engine.scheduler.speculation import SpeculationManager
 from quire.engine.scheduler.step_time import StepLoad, StepTimeModel
+from quire.engine.scheduler.token_budget import TowerTime
 from tests.fakes.configs import TINY, Windows, engine_config
 from tests.fakes.model import DAMAGED, FAILURE, with_features
 from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, continuation, tightened
@@ -32,8 +34,9 @@ _START, _FEATURE, _BETWEEN, _END = 91, 92, 93, 94
 
 @dataclass(frozen=True, kw_only=True)
 class _Tower(TowerSpec):
-    def num_steps(self, num_features: int, device: str) -> int:
-        return 5 * -(-num_features // 8)
+    def steps(self, item: MediaItem, device: str) -> Iterator[tuple[TowerWork, int]]:
+        count = 5 * -(-item.num_features // 8)
+        yield TowerWork(item.num_features / count), count
 
 
 Image = tuple[str, int] | tuple[str, int, int]
@@ -560,19 +563,28 @@ def test_an_item_that_never_fits_is_refused() -> None:
 # --- step time --------------------------------------------------------------------------------------------------
 
 
-def test_the_cost_of_features_is_learned_apart() -> None:
+def test_the_costs_of_a_tower_are_learned_apart() -> None:
+    """A kind of work that has not been measured has no known cost, whatever the other one costs."""
     model, rng = StepTimeModel(), random.Random(3)
 
     def seconds(load: StepLoad) -> float:
-        return 0.01 + 1e-3 * load.prompt_tokens + 5e-4 * load.decodes + 4e-3 * load.encoded_features
+        tower = 4e-12 * load.tower_linear + 9e-12 * load.tower_attention
+        return 0.01 + 1e-3 * load.prompt_tokens + 5e-4 * load.decodes + tower
 
-    assert model.encoder_features_within(0.1, StepLoad(0, 0, 0, 0.0)) == 0.0
-    for _ in range(200):
-        load = StepLoad(rng.choice([0, 32, 64]), rng.randrange(8), 0, 0.0)
-        load = load._replace(encoded_features=rng.choice([0, 0, 50, 100]) if load.prompt_tokens else 0)
-        model.learn(load, seconds(load))
-    assert model.predict(StepLoad(64, 4, 0, 0.0, 100)) == pytest.approx(0.01 + 0.064 + 0.002 + 0.4, rel=0.02)
-    assert model.encoder_features_within(0.412, StepLoad(0, 4, 0, 0.0)) == pytest.approx(100, rel=0.02)
+    for kinds in (("linear",), ("linear", "attention")):
+        assert math.isinf(model.tower_seconds(TowerWork(**{kinds[-1]: 1.0})))
+        assert not model.can_predict(StepLoad(64, 4, 0, 0.0, *TowerWork(**{kinds[-1]: 1.0})))
+        for _ in range(300):
+            tower = TowerWork(**{rng.choice(kinds): rng.choice([0.0, 1e9, 3e9])})
+            load = StepLoad(rng.choice([0, 32, 64]), rng.randrange(8), 0, 0.0, *tower)
+            model.learn(load, seconds(load))
+    load = StepLoad(64, 4, 0, 0.0, 1e9, 2e9)
+    assert model.predict(load) == pytest.approx(seconds(load), rel=0.02)
+    assert model.tower_seconds(TowerWork(1e9, 2e9)) == pytest.approx(0.022, rel=0.02)
+    for number in range(300):  # steps with more attention now take less time
+        tower = TowerWork(1e9, number % 3 * 1e9)
+        model.learn(StepLoad(64, 4, 0, 0.0, *tower), 0.1 - 0.01 * (number % 3))
+    assert model.tower_seconds(TowerWork(0.0, 1e9)) == 0.0  # not infinite: it is the result of measurements
 
 
 class TimedMediaEngine(Engine):
@@ -619,6 +631,84 @@ def test_decodes_do_not_wait_for_many_images_at_once() -> None:
     assert max(taken) < 0.3
     large = [plan for plan in beside if plan.media and plan.media.encoded[-1].digest == digest("large")]
     assert [plan.media.encoded[-1].data is None for plan in large if plan.media] == [False, *[True] * (len(large) - 1)]
+
+
+@pytest.mark.parametrize(("divides_items", "work"), [(False, [24, 20]), (True, [16, 17])])
+def test_a_step_takes_as_long_as_the_rank_with_the_most_work(divides_items: bool, work: list[int]) -> None:
+    """If ranks divide items, each encodes its own beside the others."""
+    config = with_media(engine_config(max_num_batched_tokens=64))
+    media = config.model.architecture.media
+    assert media is not None
+    media = replace(media, tower=replace(media.tower, divides_items=divides_items))
+    config = replace(
+        config,
+        model=replace(config.model, architecture=replace(config.model.architecture, media=media)),
+        parallel=replace(config.parallel, tensor_parallel_size=2, executor="mp"),
+        scheduler=replace(config.scheduler, dynamic_chunking=True),
+    )
+    engine = Engine(config)
+    images = [("a", 6), ("d", 10), ("b", 8)], [("c", 17), ("e", 3)]
+    assert [[digest(name)[0] % 2 for name, _ in each] for each in images] == [[1, 1, 0], [0, 1]]
+    for number, own in enumerate(images):
+        add(engine, str(number), Prompt(text(3), *own), max_tokens=1)
+        engine.run()
+    loads = engine.scheduler.token_budget._loads
+    assert [loads[plan.step].tower_linear for plan in engine.model.plans if plan.media] == pytest.approx(work)
+
+
+def test_a_step_that_is_longer_than_its_time_is_the_only_one() -> None:
+    """Also if it is the last one of its image, and the first one of the next image would fit alone."""
+    engine = media_engine()
+    add(engine, "request", Prompt(("large", 8), ("small", 4)))
+    request, cache = engine.scheduler.requests["request"], engine.scheduler.encoder_cache
+    planned = []
+    for time in (0.0, 7.0, 1.0, 1.0):  # the 5 steps of the images take 1.6 s and 0.8 s each
+        cache.start(TowerTime(time, lambda work: work.linear))
+        cache.limit_chunk(request, len(request.token_ids), len(request.token_ids))
+        plan = cache.take_plan()
+        planned.append([] if plan is None else [(item.num_features, plan.num_steps) for item in plan.encoded])
+    assert planned == [[], [(8, 4)], [(8, None)], [(4, 1)]]
+
+
+def test_a_large_image_is_no_queue_of_prompts() -> None:
+    """For these, steps would become longer; text streams would wait for its tokens, after its features."""
+    config = engine_config(max_num_batched_tokens=512, max_model_len=2000, num_blocks=4000)
+    config = replace(config, scheduler=replace(config.scheduler, dynamic_chunking=True))
+    engine = TimedMediaEngine(with_media(config, cache=2000, encoded=200))
+    for number in range(12):
+        add(engine, f"learn {number}", Prompt(text(9 + number % 3 * 20), (f"image {number}", 20)), max_tokens=4)
+        engine.run()
+    for number in range(4):
+        engine.add(f"decode {number}", text(4), max_tokens=600)
+    for _ in range(3):
+        engine.turn()
+    add(engine, "large", Prompt(text(9), ("large", 1500)), max_tokens=1)
+    first = len(engine.model.plans)
+    while not engine.outputs["large"]:
+        engine.turn()
+    beside = engine.model.plans[first:]
+    assert all(plan.num_rows >= 4 for plan in beside)
+    assert max(seconds(engine, plan) for plan in beside) < 5 * 0.012  # a step of decodes takes 12 ms
+
+
+def test_texts_behind_images_queue_up() -> None:
+    """As others do, once the images are encoded: steps become longer, so that they are computed at a better rate."""
+    config = engine_config(max_num_batched_tokens=512, max_model_len=2000, num_blocks=4000)
+    config = replace(config, scheduler=replace(config.scheduler, dynamic_chunking=True))
+    engine = TimedMediaEngine(with_media(config, cache=2000, encoded=200))
+    for number in range(12):
+        add(engine, f"learn {number}", Prompt(text(9 + number % 3 * 120), (f"image {number}", 20)), max_tokens=4)
+        engine.run()
+    engine.add("decode", text(4), max_tokens=600)
+    for number in range(4):
+        add(engine, str(number), Prompt((f"new {number}", 20), text(1400, first=number)), max_tokens=1)
+    first = len(engine.model.plans)
+    while not all(engine.outputs[str(number)] for number in range(4)):
+        engine.turn()
+    plans = engine.model.plans[first:]
+    behind = max(number for number, plan in enumerate(plans) if plan.media is not None and plan.media.encoded) + 1
+    taken = [seconds(engine, plan) for plan in plans[behind:]]
+    assert max(taken) > 2.5 * 0.0525  # a step without a queue takes 5 times as long as one with a decode
 
 
 def test_the_time_of_an_image_is_known_from_those_of_its_size() -> None:
