@@ -30,6 +30,7 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[E
     yield from examples.hyper_connections(inputs, 5, 72, iterations=20)
     yield examples.compression(inputs, [(36, 1), *small[1:]], (20, 4, 2), rotary_dim=10)
     yield from _experts(inputs, 5, (5, 2, 200, 48))
+    yield from examples.low_rank(inputs, 21, 200, (72, 40), (3, 0, 16, 1, 35))
     yield from _quantized(inputs, [5], (5, 2, 256, 128))
     yield from examples.recurrent(inputs, 10, (2, 6, 80), state_size=16)
     if dtype == torch.float32:
@@ -48,6 +49,9 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[E
             yield examples.compression(inputs, requests, entry, rotary_dim=64)
     yield from _experts(inputs, 64, (8, 2, 4096, 1792))
     yield from _experts(inputs, 2048, (64, 6, 2048, 1408))
+    for rows, ranks in ((32, [16] * 32), (64, [8, 64, 12, 16]), (2048, [16, 64, 3])):
+        for in_features, widths in ((4096, (4096, 1024, 1024)), (14336, (4096,))):
+            yield from examples.low_rank(inputs, rows, in_features, widths, ranks)
     yield from _quantized(inputs, [1, 64, 2048], (8, 2, 4096, 1792))
     for tokens in (64, 1003):
         yield from examples.hyper_connections(inputs, tokens, 4096, iterations=20)

@@ -22,7 +22,10 @@ from gpu.records import Check, Note, Record, Row
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.linear import Linear
 from quire.engine.models.build import load as load_decoder
+from quire.engine.models.make_tower import make_tower
+from quire.engine.models.tower import Tower, send_arrays
 from quire.engine.protocol.media import MediaItem, MediaRun
 from tests.fakes.families import SIZES, write_model
 from tests.fakes.media_prompts import IMAGE, Picture, generate, media_data, media_prompt, write_media_model
@@ -41,6 +44,8 @@ _OUTPUT = 24
 _PICTURES = 5
 _PATCHES = 64
 """Rows and columns of patches of 16 pixels: a picture of 1,024 x 1,024 pixels."""
+_REPEATS = 20
+"""Of a tower alone."""
 _STREAMS = 16
 _GAPS = 200
 """Steps of the streams with pictures beside them, and without."""
@@ -90,15 +95,18 @@ class _Small(NamedTuple):
 
 
 def check(lab: Lab) -> Iterator[Record]:
-    """Yield checks of features and of tokens, then the rows of a picture at Qwen3-VL-2B's shape."""
+    """Yield checks of features and of tokens, then the rows of a picture at Qwen3-VL-2B's shape. On a GPU, towers must
+    not wait for it."""
     for family in ("Qwen3-VL", "Gemma 3", "Mistral Small 3", "InternVL 3"):
         small = _small(family, lab.scratch / f"tower-{family}")
-        expected = _features(small, "cpu", "float32")
+        expected, _ = _features(small, "cpu", "float32")
         for dtype, tolerance in _TOLERANCES.items():
-            found = _features(small, lab.device, dtype)
+            found, waited = _features(small, lab.device, dtype)
             error = float((found - expected).norm() / expected.norm())
             detail = f"{len(found)} features, error {error:.2g} of their norm, at most {tolerance:.2g}"
             yield Check(f"features of {family} in {dtype}", error <= tolerance, detail)
+        if lab.device != "cpu":
+            yield Check(f"the tower of {family} does not wait for the device", not waited, waited)
     for family in ("Qwen3-VL",) if lab.tiny else ("Qwen3-VL", "Gemma 3"):
         yield _tokens(lab, family)
     yield from _picture(lab)
@@ -126,8 +134,8 @@ def _small(family: str, folder: Path) -> _Small:
     return _Small(folder, arrays, (MediaRun(0, count),))
 
 
-def _features(small: _Small, device: str, dtype: str) -> Tensor:
-    """On the CPU, in float32."""
+def _features(small: _Small, device: str, dtype: str) -> tuple[Tensor, str]:
+    """On the CPU, in float32; and what waited for the device, computing them again, or ""."""
     options = EngineOptions(
         model=str(small.folder),
         device=device,  # type: ignore[arg-type]
@@ -140,8 +148,28 @@ def _features(small: _Small, device: str, dtype: str) -> Tensor:
     assert decoder.tower is not None
     item = MediaItem(bytes(16), "image", 0, sum(run.length for run in small.runs), small.runs)
     with torch.inference_mode():
-        features: Tensor = decoder.tower({name: array.to(device) for name, array in small.arrays.items()}, item)
-    return features.cpu().float()
+        features = _encode(decoder.tower, small.arrays, item, device)
+        waited = _what_waits(decoder.tower, small.arrays, item, device)
+    return features.cpu().float(), waited
+
+
+def _encode(tower: Tower, arrays: Mapping[str, Tensor], item: MediaItem, device: str) -> Tensor:
+    """As `EncoderCache` does: the arrays are on the host."""
+    features: Tensor = tower(send_arrays(arrays, torch.device(device)), item)
+    return features
+
+
+def _what_waits(tower: Tower, arrays: Mapping[str, Tensor], item: MediaItem, device: str) -> str:
+    if device == "cpu":
+        return ""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _encode(tower, arrays, item, device)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
 
 
 def _tokens(lab: Lab, family: str) -> Check:
@@ -180,6 +208,7 @@ def _picture(lab: Lab) -> Iterator[Record]:
     folder = lab.scratch / "Qwen3-VL-2B"
     text, tower = (_TEXT_TINY, _TOWER_TINY) if lab.tiny else (_TEXT_2B, _TOWER_2B)
     _write_config(folder, text, tower)
+    yield _alone(lab, folder, tower)
     begun = time.perf_counter()
     engine = Engine(
         lab.engine_options(folder) | {"max_model_len": 512 if lab.tiny else 4096, "max_num_seqs": 2 * _STREAMS}
@@ -210,6 +239,39 @@ def _picture(lab: Lab) -> Iterator[Record]:
         engine.close()
 
 
+def _alone(lab: Lab, folder: Path, settings: dict[str, Any]) -> Note:
+    """The time of the tower alone, with random weights. How far pictures are from the time of their operations shows
+    what there is to gain by launching fewer kernels, or all of them at once."""
+    spec = resolve(EngineOptions(**lab.engine_options(folder) | {"max_model_len": 512})).model.architecture.media
+    assert spec is not None
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, lab.dtype))
+    with torch.device(lab.device):
+        tower = make_tower(spec.tower, Parallel())
+    torch.set_default_dtype(before)
+    for parameter in tower.parameters():
+        parameter.requires_grad_(False).normal_(std=0.02)
+    for module in tower.modules():
+        if isinstance(module, Linear):
+            module.pack(None)
+    found, rate = [], lab.limit(lambda machine: machine.rate(lab.precision))
+    for side in (4, 8) if lab.tiny else (16, 32, _PATCHES):
+        pixels = torch.randn(side**2, 3 * 2 * 16**2, generator=torch.Generator().manual_seed(side))
+        arrays = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+        run = MediaRun(0, side**2 // 4, (1, side // 2, side // 2))
+        item, times = MediaItem(bytes(16), "image", 0, run.length, (run,)), []
+        with torch.inference_mode():
+            for _ in range(_REPEATS):
+                synchronize(lab.device)
+                begun = time.perf_counter()
+                _encode(tower, arrays, item, lab.device)
+                synchronize(lab.device)
+                times.append(time.perf_counter() - begun)
+        least = "" if rate is None else f" (operations {_tower_operations(settings, side) / rate * 1e3:.2f} ms)"
+        found.append(f"{side**2:,} patches {statistics.median(times[_REPEATS // 4 :]) * 1e3:.2f} ms{least}")
+    return Note(f"tower of Qwen3-VL-2B's shape alone: {', '.join(found)}")
+
+
 def _write_config(folder: Path, text: dict[str, Any], tower: dict[str, Any]) -> None:
     """config.json of a Qwen3-VL, whose weights are dummies."""
     config = {
@@ -231,16 +293,19 @@ def _write_config(folder: Path, text: dict[str, Any], tower: dict[str, Any]) -> 
 
 def _operations(text: dict[str, Any], tower: dict[str, Any], side: int) -> float:
     """Of a picture's tower, and of the prompt through the decoder's layers."""
+    hidden, heads, size = text["hidden_size"], text["num_attention_heads"], text["head_dim"]
+    layer = hidden * size * (2 * heads + 2 * text["num_key_value_heads"]) + 3 * hidden * text["intermediate_size"]
+    tokens = side**2 // 4
+    decode = text["num_hidden_layers"] * (tokens * layer + tokens**2 * heads * size)
+    return float(_tower_operations(tower, side) + 2 * decode)
+
+
+def _tower_operations(tower: dict[str, Any], side: int) -> float:
     patches, width = side**2, tower["hidden_size"]
     of_patch = tower["depth"] * (4 * width**2 + 2 * width * tower["intermediate_size"])
     merged = (4 * width) ** 2 + 4 * width * tower["out_hidden_size"]
     encode = patches * of_patch + patches // 4 * merged * (1 + len(tower["deepstack_visual_indexes"]))
-    encode += tower["depth"] * 2 * patches**2 * width  # attention
-    hidden, heads, size = text["hidden_size"], text["num_attention_heads"], text["head_dim"]
-    layer = hidden * size * (2 * heads + 2 * text["num_key_value_heads"]) + 3 * hidden * text["intermediate_size"]
-    tokens = patches // 4
-    decode = text["num_hidden_layers"] * (tokens * layer + tokens**2 * heads * size)
-    return float(2 * (encode + decode))
+    return float(2 * (encode + tower["depth"] * 2 * patches**2 * width))  # with attention
 
 
 class _Requests:

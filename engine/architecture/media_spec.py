@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.engine.architecture.spec_parts import Parameters
+from quire.engine.protocol.media import MediaItem
 
 _SLICE_ROWS = {"cpu": 256, "cuda": 16_384}
 """The tower's tokens in a slice. On a CPU, matmuls with so many rows are about as fast as larger ones."""
-_SLICE_KEYS = {"cpu": 512, "cuda": 16_384}
-"""With so many keys, the attention of a slice costs about as much as a matmul."""
+_SLICE_KEYS = {"cpu": 1024, "cuda": 16_384}
+"""With so many keys, the attention of a slice has about as many multiplications as a matmul."""
 _MIN_QUERIES = 32
 """In a slice of attention, however many keys there are."""
+
+
+class TowerWork(NamedTuple):
+    """Multiplications in a tower. The two kinds take different times, which depend on the machine."""
+
+    linear: float = 0.0
+    """Of inputs by weights."""
+    attention: float = 0.0
+    """Of queries by keys, and of weights of attention by values."""
+
+    def plus(self, other: TowerWork, times: int = 1) -> TowerWork:
+        """Add so many times the other."""
+        return TowerWork(self.linear + times * other.linear, self.attention + times * other.attention)
+
+
+NO_WORK = TowerWork()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +45,42 @@ class TowerSpec:
     """Their numbers; empty: the first ones."""
     max_features: int | None = None
     """Features of the largest item that the model's processor makes by default; None: items may have any size."""
+    divides_items: bool = False
+    """Every rank of the first stage has the whole tower, and encodes items of its own. Otherwise the ranks divide the
+    tower."""
+
+    def rank_of(self, item: MediaItem, size: int) -> int:
+        """The rank among `size` that encodes an item, if they divide items. It follows from the item alone, so that its
+        next steps run where the first ones have run, and items that come one by one are divided, too."""
+        return item.digest[0] % size
 
     @property
     def targets(self) -> tuple[int, ...]:
         """The decoder's layers of the levels, which the first pipeline stage must have."""
         return self.level_layers or tuple(range(self.num_levels))
 
-    def num_slices(self, num_features: int, device: str) -> int:
+    def tokens_of(self, item: MediaItem) -> int:
+        """The tower's tokens for an item, at most."""
+        return item.num_features * self.patches_per_feature
+
+    def num_slices(self, item: MediaItem, device: str) -> int:
         """Slices into which the tower's tokens for an item are divided, so that each computation has few of them. They
         depend on the item alone, and so do its features."""
-        return -(-num_features * self.patches_per_feature // _SLICE_ROWS[device])
+        return -(-self.tokens_of(item) // _SLICE_ROWS[device])
 
-    def num_query_slices(self, num_features: int, device: str) -> int:
-        """The same for attention to all tokens of an item."""
-        most = _SLICE_ROWS[device] // _MIN_QUERIES
-        parts = min(most, -(-num_features * self.patches_per_feature // _SLICE_KEYS[device]))
-        return parts * self.num_slices(num_features, device)
+    def num_query_slices(self, item: MediaItem, device: str, num_keys: int) -> int:
+        """The same for attention of each token to so many."""
+        parts = min(_SLICE_ROWS[device] // _MIN_QUERIES, -(-num_keys // _SLICE_KEYS[device]))
+        return parts * self.num_slices(item, device)
 
-    def num_steps(self, num_features: int, device: str) -> int:
-        """Steps of about the same cost, after each of which the computation of an item's features can pause."""
-        return 1
+    def steps(self, item: MediaItem, device: str) -> Iterator[tuple[TowerWork, int]]:
+        """The steps after each of which the computation of an item's features can pause, in order: the work of one, and
+        how many of this kind follow each other. The work is an estimate from the item's size."""
+        raise NotImplementedError
+
+    def num_steps(self, item: MediaItem, device: str) -> int:
+        """Their number."""
+        return sum(count for _, count in self.steps(item, device))
 
     @property
     def state_width(self) -> int:
@@ -101,6 +135,10 @@ class TransformersTowerSpec(TowerSpec):
     def layer_values(self) -> float:
         """See `TowerSpec`."""
         return self.values_per_feature
+
+    def steps(self, item: MediaItem, device: str) -> Iterator[tuple[TowerWork, int]]:
+        """See `TowerSpec`: one, as the modules are transformers' own."""
+        yield TowerWork(float(self.num_parameters * item.num_features)), 1
 
     def parameters(self) -> Parameters:
         """None that Quire names: the decoder's are transformers' own."""

@@ -248,9 +248,11 @@ class ModelSpec:
             yield from self.layer_input.outer_parameters(hidden, self.num_layers)
         if isinstance(self.streams, AltUpSpec):
             yield from self.streams.projections("expansion", hidden)
-        for each in () if self.media is None else self.media.tower.parameters():
-            units = {part: own._replace(spare="whole") for part, own in each.units.items()}
-            yield each._replace(module=f"tower.{each.module}", units=units)
+        if self.media is not None:
+            tower = self.media.tower
+            for each in tower.parameters():
+                units = {part: own._replace(spare="whole") for part, own in each.units.items()}
+                yield each._replace(module=f"tower.{each.module}", units={} if tower.divides_items else units)
 
     def tower_matrices(self, tp: int) -> Iterator[tuple[int | None, MatrixShape]]:
         """The weights of the tower's linear layers on one rank, each with the number of its layer in the tower."""

@@ -18,6 +18,7 @@ from quire.engine.architecture import quantization
 from quire.engine.architecture.encoder_spec import EncoderSpec, bidirectional
 from quire.engine.architecture.families import ENCODERS, FAMILIES, from_hf_config, of_text, transformers_backend
 from quire.engine.architecture.families.values import check_values
+from quire.engine.architecture.media_spec import TransformersTowerSpec
 from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.architecture.quantization import online
 from quire.engine.architecture.quantization.form import INT4_GROUPS
@@ -72,6 +73,8 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     arch, pooler = _architecture(options, path, hf_config, tokenizer)
     if arch.media is not None and media_config.is_text_only(options, arch.media):
         arch = replace(arch, media=None)
+    if arch.media is not None and options.mm_encoder_tp_mode == "data":
+        arch = replace(arch, media=replace(arch.media, tower=replace(arch.media.tower, divides_items=True)))
     arch = _without_dual_chunks(arch, hf_config, options)
     load_format = _choose_load_format(options, path)
     arch = checkpoint_tensors.as_stored(arch, path, load_format)
@@ -90,6 +93,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         dtype=dtype,
         stored_dtype=_stored_dtype(dtype, available, hf_config, arch, path, load_format),
         quantization=packed,
+        tower_quantization=_tower_quantization(options, arch, available.kind),
         max_model_len=(length := _choose_max_model_len(options, arch, pooler)),
         min_model_len=_min_model_len(options, length),
         load_format=load_format,
@@ -360,6 +364,17 @@ def _choose_quantization(
         )
     logger.warning("--quantization %s has no effect: the checkpoint is quantized with it", requested)
     return None
+
+
+def _tower_quantization(options: EngineOptions, arch: ModelSpec, device: str) -> Literal["int8"] | None:
+    """Return how to quantize the tower while loading; None: not at all, or there is no tower."""
+    requested = options.mm_encoder_quantization
+    if requested is None or arch.media is None:
+        return None
+    if device != "cpu" or isinstance(arch.media.tower, TransformersTowerSpec):
+        where = f"on {device}" if device != "cpu" else "for towers that transformers computes"
+        raise ConfigError(f"--mm-encoder-quantization {requested} is not supported {where}; omit it")
+    return requested
 
 
 def _rounded_types(available: Devices) -> tuple[Literal["int8", "fp8", "fp4"], ...]:

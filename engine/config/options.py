@@ -315,6 +315,16 @@ class EncoderOptions:
         'loaded, e.g. {"image": 4, "video": 0} (default: 256 together)',
     )
     language_model_only: bool = flag(False, "take only text, and do not load the model's tower for images and videos")
+    mm_encoder_tp_mode: Literal["weights", "data"] = flag(
+        "weights",
+        "how the ranks of --tensor-parallel-size encode images and videos: weights, each has a part of the tower's "
+        "layers; data, each has the whole tower, and encodes its share of the items alone",
+    )
+    mm_encoder_quantization: Literal["int8"] | None = flag(
+        None,
+        "quantize the tower's weights while loading, as --quantization int8 does with the decoder's; on CPUs only "
+        "(default: as the checkpoint stores them)",
+    )
     encoder_cache_size: int | None = flag(
         None,
         "features of images and videos (tokens that these take in a prompt) that a rank keeps for later requests, and "

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.distributed import watchdog
+
+UNLIMITED = timedelta(days=1)
+"""Time to wait for a rank that computes, as long as the core lets it."""
 
 
 class Parallel:
@@ -44,6 +49,11 @@ class Parallel:
     def finalize(self) -> None:
         """Choose the transport, once it is known whether compiled kernels are available. Every rank calls this
         before its first step."""
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks have called this. On CPUs, one of them may compute alone before it does, for which only
+        the core's limit of a step allows the time, so the others wait without one. GPUs have none but that of their
+        collectives, so this does nothing there."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, which may be overwritten."""

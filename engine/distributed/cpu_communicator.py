@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.distributed import symmetric_memory
-from quire.engine.distributed.communicator import GroupParallel
+from quire.engine.distributed import symmetric_memory, watchdog
+from quire.engine.distributed.communicator import UNLIMITED, GroupParallel
 from quire.kernels.cpu import shared
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,22 @@ class CpuParallel(GroupParallel):
         gathered: list[T] = [own] * self.size
         dist.all_gather_object(gathered, own, self._group)
         return gathered
+
+    def wait_for_all(self) -> None:
+        x = torch.zeros(1)
+        if self.memory is None:
+            self._count(self._patient_all_reduce, x)
+        else:
+            shared.all_reduce(self.memory, self.rank, self.size, UNLIMITED.total_seconds(), x)
+
+    def _patient_all_reduce(self, x: Tensor) -> Tensor:
+        options = dist.AllreduceOptions()
+        options.timeout = UNLIMITED
+        try:
+            self._group.allreduce([x], options).wait()
+        except RuntimeError as error:
+            raise watchdog.collective_error("all_reduce", x, self._group, error) from error
+        return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.memory is None or x.dtype not in shared.SUMMED:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.distributed import watchdog
+from quire.engine.distributed.communicator import UNLIMITED
 
 EAGER_BYTES = 4 << 20
 """Maximum size of messages for which receives are posted before their plan has arrived."""
 _EAGER_TAG = 1
-_UNLIMITED = timedelta(days=1)
 
 
 class Pipeline:
@@ -131,7 +131,7 @@ class Pipeline:
 
     def _arrived(self, work: dist.Work, message: Tensor, is_patient: bool) -> Tensor:
         begun = time.perf_counter()
-        _wait(work, f"hidden states from rank {self._previous}", message, _UNLIMITED if is_patient else None)
+        _wait(work, f"hidden states from rank {self._previous}", message, UNLIMITED if is_patient else None)
         self.waited += time.perf_counter() - begun
         return message.to(self._device)
 

@@ -22,17 +22,25 @@ class ClippedColumnParallelLinear(ColumnParallelLinear):
         shards = [Shard((1,), 0, 1, offset=number, part=part.name) for number, part in enumerate(parts)]
         self.input_min, self.input_max = Weight((len(parts),), *shards), Weight((len(parts),), *shards)
         self.output_min, self.output_max = Weight((len(parts),), *shards), Weight((len(parts),), *shards)
+        self._bounds: list[tuple[float, float]] = []
+        """Of each part's inputs, once they are known."""
+
+    def read_bounds(self) -> None:
+        """Prepare for use, when the parameters are loaded: whether parts clamp their inputs alike is decided here, on
+        the host."""
+        self._bounds = [*zip(self.input_min.tolist(), self.input_max.tolist(), strict=True)]
 
     def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """See `ColumnParallelLinear`. Parts that clamp their inputs alike are one product."""
         assert isinstance(x, Tensor)
-        bounds = [*zip(self.input_min.tolist(), self.input_max.tolist(), strict=True)]
+        assert self._bounds
         products = {
-            each: self.product(x.clamp(*each), self.bias).split_with_sizes(self._widths, -1) for each in set(bounds)
+            each: self.product(x.clamp(*each), self.bias).split_with_sizes(self._widths, -1)
+            for each in dict.fromkeys(self._bounds)
         }
         found = [
             products[each][number].clamp(self.output_min[number], self.output_max[number])
-            for number, each in enumerate(bounds)
+            for number, each in enumerate(self._bounds)
         ]
         return torch.cat(found, dim=-1)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quire.engine.architecture.vit_spec import ImagePositionsSpec
 from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.sending import send
 
 
 class ImagePositions(nn.Module):
@@ -51,7 +52,7 @@ class ImagePositions(nn.Module):
         """The vectors of the grid, `[grid * grid, width]`, for a grid of other sizes: `[rows * columns, width]`."""
         grid, kind = self._spec.grid, self._spec.kind
         if kind == "fractional":
-            row, column = (_fractions(count, grid).to(places.device) for count in (rows, columns))
+            row, column = (send(_fractions(count, grid), places.device) for count in (rows, columns))
             return places[(row[:, None] * grid + column).flatten()]
         if kind == "axes":
             if max(rows, columns) > grid:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.architecture.tower_spec import StretchedPositionsSpec
+from quire.engine.layers.sending import send
 from quire.engine.layers.weight import Weight, whole
 
 _SHARPNESS = -0.75
@@ -23,10 +24,10 @@ class StretchedPositions(nn.Module):
     def forward(self, places: Tensor, rows: int, columns: int) -> Tensor:
         """The vectors `[patches, width]` of `places` `[2, patches]` of a picture with so many patches."""
         device, side = self.weight.device, self._spec.side
-        down, across = (self._shares(size).to(device) for size in (rows, columns))
+        down, across = (send(self._shares(size), device) for size in (rows, columns))
         grid = self.weight.float().view(side, -1)
         stretched = across @ (down @ grid).view(rows, side, -1)  # [rows, columns, width]
-        row, column = places.to(device)
+        row, column = send(places, device)
         return stretched[row, column].to(self.weight.dtype)
 
     def _shares(self, size: int) -> Tensor:

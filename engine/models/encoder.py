@@ -88,11 +88,16 @@ class EncoderAttention(nn.Module):
         self.query_norm, self.key_norm = head_norm(spec, query, parallel), head_norm(spec, key, parallel)
         self.value_norm = None if spec.value_norm is None else make_norm(spec.value_norm, spec.head_dim)
 
-    def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor | None, biases: Tensor | None) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
         turns = None if self.spec.rope is None else cos_sin
         out: Tensor = self.output(self.mix(*self.project(x), starts, biases, turns).flatten(1))
         return out
+
+    @property
+    def num_heads(self) -> int:
+        """This rank's."""
+        return self._widths[0] // self.spec.head_dim
 
     @property
     def num_kv_heads(self) -> int:
@@ -108,6 +113,10 @@ class EncoderAttention(nn.Module):
         key = key if self.key_norm is None else self.key_norm(key)
         value = value if self.value_norm is None else self.value_norm(value)
         return query, key, value
+
+    def sequence_kv(self, x: Tensor, starts: Tensor) -> kernels.SequenceKV:
+        """For the keys and values of an input `[tokens, hidden_size]`."""
+        return kernels.sequence_kv(x, starts, self.num_kv_heads, self.spec.head_dim)
 
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, biases: Tensor | None, cos_sin: Tensor | None
@@ -141,11 +150,11 @@ class EncoderLayer(nn.Module):
         self.feed_forward = MLP(spec.feed_forward, hidden_size, if_divisible(parallel, inner))
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
 
-    def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor | None, biases: Tensor | None) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
         return self.feed(self.attend(x, starts, cos_sin, biases))
 
-    def attend(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
+    def attend(self, x: Tensor, starts: Tensor, cos_sin: Tensor | None, biases: Tensor | None) -> Tensor:
         """The first half of `forward`."""
         mixed = self.attention(_apply(self.attention_norm, x), starts, cos_sin, biases)
         return self._add(x, mixed, self.attention_post_norm)
@@ -155,18 +164,19 @@ class EncoderLayer(nn.Module):
         return self._add(x, self.feed_forward(_apply(self.feed_forward_norm, x)), self.feed_forward_post_norm)
 
     def steps(
-        self, x: Tensor, starts: Tensor, cos_sin: Tensor, num_slices: int, num_query_slices: int
+        self, x: Tensor, kv: kernels.SequenceKV, cos_sin: Tensor | None, num_slices: int, num_query_slices: int
     ) -> Generator[None]:
-        """Compute `forward`, without biases, in place and slice by slice. Pauses after each of `num_slices` of queries,
-        keys and values, each of `num_query_slices` of attention, and each of the feed-forward layer."""
-        attention, spec, queries = self.attention, self.attention.spec, []
-        kv = kernels.sequence_kv(x, starts, attention.num_kv_heads, spec.head_dim)
+        """Compute `forward`, without biases, in place and slice by slice, with `kv` for the sequences of `x`. Pauses
+        after each of `num_slices` of queries, keys and values, each of `num_query_slices` of attention, and each of the
+        feed-forward layer."""
+        attention, spec = self.attention, self.attention.spec
+        query = x.new_empty(len(x), attention.num_heads, spec.head_dim)
         for begin, end in slices(len(x), num_slices):
             parts = attention.project(_apply(self.attention_norm, x[begin:end]))
-            queries.append(kv.write(*parts, begin, None if spec.rope is None else cos_sin[begin:end]))
+            turns = None if spec.rope is None or cos_sin is None else cos_sin[begin:end]
+            query[begin:end] = kv.write(*parts, begin, turns)
             yield
-        query = torch.cat(queries)
-        del parts, queries
+        del parts
         for begin, end in slices(len(x), num_query_slices):
             mixed = kv.attend(query[begin:end], begin, spec.scale)
             x[begin:end] = self._add(x[begin:end], attention.output(mixed.flatten(1)), self.attention_post_norm)

@@ -15,7 +15,8 @@ from quire.engine.models.vit_tower import ViTTower
 
 
 def make_tower(spec: TowerSpec, parallel: Parallel) -> Tower:
-    """The tower, uninitialized."""
+    """The tower, uninitialized. `parallel` are the ranks of the stage."""
+    parallel = Parallel() if spec.divides_items else parallel
     if isinstance(spec, GridTowerSpec):
         return GridTower(spec, parallel)
     if isinstance(spec, QueriedSamTowerSpec):

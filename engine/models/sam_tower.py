@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,9 @@ from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.grid_rotary import GridRotary
 from quire.engine.layers.image_positions import ImagePositions
 from quire.engine.layers.norm import make_norm
-from quire.engine.layers.patches import PatchEmbedding, patches_of
-from quire.engine.models.encoder import EncoderAttention, EncoderLayer
+from quire.engine.layers.patches import PatchEmbedding, patches_of, windows
+from quire.engine.layers.sending import send
+from quire.engine.models.encoder import EncoderAttention, EncoderLayer, by_slices
 from quire.engine.models.tower import Tower
 from quire.engine.protocol.media import MediaItem
 
@@ -41,36 +43,84 @@ class RelativeAttention(EncoderAttention):
         super().__init__(spec, hidden_size, parallel)
         self.distances = _vectors(FromSpec(spec.parameters(hidden_size)), "attention.distances", "rows", "columns")
 
-    def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
-        """See `EncoderAttention`; sequences are square tiles of one size, row by row."""
-        assert isinstance(self.spec, RelativeAttentionSpec)
-        tiles = len(starts) - 1
-        side = math.isqrt(len(x) // tiles)
-        size = self.spec.window_side or side
-        count, more = -(-side // size), -side % size
-        x = F.pad(x.view(tiles, side, side, -1), (0, 0, 0, more, 0, more))
-        x = x.view(tiles, count, size, count, size, -1).transpose(2, 3).reshape(tiles * (count * size) ** 2, -1)
-        x = super().forward(x, starts, cos_sin, torch.tensor(size))
-        x = x.view(tiles, count, count, size, size, -1).transpose(2, 3).reshape(tiles, side + more, side + more, -1)
-        return x[:, :side, :side].flatten(0, 2)
 
-    def mix(
-        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, biases: Tensor | None, cos_sin: Tensor | None
-    ) -> Tensor:
-        """The biases become products of further features: of the query with the vectors for each row and column, and
-        of the key for its own row and column, which are 1."""
-        assert biases is not None
-        assert cos_sin is None
-        size = int(biases)
-        grid = torch.unflatten(query, 0, (-1, size, size))  # [windows, rows, columns, heads, head_dim]
-        by_row = torch.einsum("wrchd,rkd->wrchk", grid, _by_distance(self.distances["rows"], size))
-        by_column = torch.einsum("wrchd,ckd->wrchk", grid, _by_distance(self.distances["columns"], size))
-        own = torch.eye(size, dtype=key.dtype, device=key.device)
-        places = torch.cat((own.repeat_interleave(size, 0), own.repeat(size, 1)), dim=-1)  # [size², 2 size]
-        query = torch.cat((grid * self.spec.scale, by_row, by_column), dim=-1).flatten(1, 2).transpose(1, 2)
-        key, value = (torch.unflatten(each, 0, (-1, size**2)).transpose(1, 2) for each in (key, value))
-        key = torch.cat((key, places.expand(*key.shape[:2], -1, -1)), dim=-1)
-        return F.scaled_dot_product_attention(query, key, value, scale=1.0).transpose(1, 2).flatten(0, 1)
+class RelativeKV(kernels.SequenceKV):
+    """Keys and values of square tiles, or of their windows, as sequences of patches in any order. Incomplete windows
+    are filled up with what the layer computes of zeros.
+
+    The biases become products of further features: of the query with the vectors for each row and column, and of the
+    key for its own row and column, which are 1.
+    """
+
+    def __init__(self, attention: RelativeAttention, x: Tensor, starts: Tensor, places: Tensor) -> None:
+        """`x` is the layer's input `[patches, width]`. `starts` are of sequences, and `places` `[2, patches]` on its
+        device the rows and columns of the patches in them."""
+        assert isinstance(attention.spec, RelativeAttentionSpec)
+        window, distances, self._places = attention.spec.window_side, attention.distances, places
+        _, key, value = (each.transpose(0, 1) for each in attention.project(x.new_zeros(1, x.shape[1])))
+        self._sequences: list[tuple[int, int, int, Tensor, Tensor]] = []
+        """Of each: first row, end, rows and columns; keys and values `[heads, size², features]`."""
+        self._vectors: dict[int, tuple[Tensor, Tensor]] = {}
+        """`_by_distance` for rows and for columns, by the number of these in a sequence."""
+        for start, end in pairwise(starts.tolist()):
+            size = window or math.isqrt(end - start)
+            if size not in self._vectors:
+                rows, columns = (_by_distance(distances[axis], size) for axis in ("rows", "columns"))
+                self._vectors[size] = rows, columns
+            own = torch.eye(size, dtype=key.dtype, device=key.device)
+            features = torch.cat((own.repeat_interleave(size, 0), own.repeat(size, 1)), dim=-1)
+            keys = torch.cat((key.expand(-1, size**2, -1), features.expand(len(key), -1, -1)), dim=-1)
+            self._sequences.append((start, end, size, keys, value.repeat(1, size**2, 1)))
+
+    def write(self, query: Tensor, key: Tensor, value: Tensor, first: int, cos_sin: Tensor | None) -> Tensor:
+        """See `SequenceKV`."""
+        for rows, size, keys, values in self._within(first, len(query)):
+            row, column = self._places[:, first:][:, rows]
+            slots = row * size + column
+            keys[:, slots, : key.shape[2]] = key[rows].transpose(0, 1)
+            values[:, slots] = value[rows].transpose(0, 1)
+        return query
+
+    def attend(self, query: Tensor, first: int, scale: float) -> Tensor:
+        """See `SequenceKV`."""
+        output = torch.empty_like(query)
+        for rows, size, keys, values in self._within(first, len(query)):
+            parts = [query[rows] * scale]
+            for vectors, own in zip(self._vectors[size], self._places[:, first:][:, rows], strict=True):
+                parts.append(torch.einsum("qhd,qkd->qhk", query[rows], vectors[own]))  # [rows, size, head_dim] of these
+            queries = torch.cat(parts, dim=-1).transpose(0, 1)
+            mixed = F.scaled_dot_product_attention(queries[None], keys[None], values[None], scale=1.0)
+            output[rows] = mixed[0].transpose(0, 1)
+        return output
+
+    def _within(self, first: int, count: int) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
+        """The sequences with some of `count` rows from `first` on: which of these they have, and what `_sequences`
+        says."""
+        for start, end, size, keys, values in self._sequences:
+            low, high = max(start, first), min(end, first + count)
+            if low < high:
+                yield slice(low - first, high - first), size, keys, values
+
+
+def _views(x: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    """`[patches, width]` → `[tiles, rows, columns, width]` each"""
+    parts = x.split_with_sizes([math.prod(grid) for grid in grids])
+    return [torch.unflatten(part, 0, grid) for part, grid in zip(parts, grids, strict=True)]
+
+
+def _windowed(grids: Sequence[tuple[int, int, int]], side: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For patches tile by tile and row by row: their order window by window, where each window and each tile begins in
+    it and the last one ends, and the row and column in its tile of each patch in this order."""
+    orders, windows_, tiles_, places_, first = [], [torch.zeros(1).long()], [torch.zeros(1).long()], [], 0
+    for tiles, rows, columns in grids:
+        order, starts = windows((tiles, rows, columns), side or max(rows, columns))
+        place = order % (rows * columns)
+        places_.append(torch.stack((place // columns, place % columns)))
+        orders.append(order + first)
+        windows_.append(starts[1:] + first)
+        tiles_.append(torch.arange(1, tiles + 1) * rows * columns + first)
+        first += tiles * rows * columns
+    return torch.cat(orders), torch.cat(windows_), torch.cat(tiles_), torch.cat(places_, dim=1)
 
 
 def _by_distance(vectors: Tensor, size: int) -> Tensor:
@@ -111,12 +161,18 @@ class Neck(nn.Module):
         self.first_norm = make_norm(spec.neck_norm, spec.channels[0])
         self.second_norm = make_norm(spec.neck_norm, spec.channels[1])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tiles, rows, columns, width]` → `[tiles, rows / 4, columns / 4, channels]`"""
-        x = F.conv2d(x.permute(0, 3, 1, 2), self.first["weight"])
-        x = F.conv2d(_normed(x, self.first_norm), self.second["weight"], padding=1)
-        x = F.conv2d(_normed(x, self.second_norm), self.third["weight"], stride=2, padding=1)
-        return F.conv2d(x, self.fourth["weight"], stride=2, padding=1).permute(0, 2, 3, 1)
+    def steps(self, views: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
+        """Return, of `[tiles, rows, columns, width]` each, `[tiles, rows / 4, columns / 4, channels]`. Pauses after
+        each convolution."""
+        views = [F.conv2d(x.permute(0, 3, 1, 2), self.first["weight"]) for x in views]
+        yield
+        views = [F.conv2d(_normed(x, self.first_norm), self.second["weight"], padding=1) for x in views]
+        yield
+        views = [F.conv2d(_normed(x, self.second_norm), self.third["weight"], stride=2, padding=1) for x in views]
+        yield
+        views = [F.conv2d(x, self.fourth["weight"], stride=2, padding=1).permute(0, 2, 3, 1) for x in views]
+        yield
+        return views
 
 
 def _normed(x: Tensor, norm: nn.Module) -> Tensor:
@@ -134,7 +190,7 @@ class SamTower(Tower):
     def __init__(self, spec: SamTowerSpec, parallel: Parallel, *marks: str) -> None:
         """`marks` are the learned features."""
         super().__init__()
-        self._patch_side, own = spec.patch_side, FromSpec(spec.parameters())
+        self._spec, self._patch_side, own = spec, spec.patch_side, FromSpec(spec.parameters())
         self.patches = PatchEmbedding(spec.patch, spec.width)
         self.positions = ImagePositions(spec.positions, spec.width)
         self.layers = self._layers(spec.layers, spec.width, parallel, RelativeAttention)
@@ -156,20 +212,30 @@ class SamTower(Tower):
         views = [patches_of(arrays[name].flatten(0, -4), self._patch_side) for name in names]
         tiling = arrays.get("tile_grid")
         del arrays  # not needed while the layers wait for their steps
-        grids = [grid for _, grid in views]
-        starts = [torch.arange(tiles + 1) * rows * columns for tiles, rows, columns in grids]
-        parts = [
-            self.positions(torch.unflatten(self.patches(patches), 0, grid)).flatten(0, 1) for patches, grid in views
-        ]
+        grids, patches = [grid for _, grid in views], torch.cat([patches.flatten(1) for patches, _ in views])
+        device = patches.device.type
+        count = self._spec.num_slices(item, device)
         del views
-        for layer in self.layers.values():
+        yield None
+        x = yield from by_slices(self.patches, patches, count)
+        del patches
+        side = self._spec.window_side
+        order, window_starts, tile_starts, where = _windowed(grids, side)
+        order, where = send(order, x.device), send(where, x.device)
+        where_in_window = where % side if side else where
+        x = torch.cat([self.positions(part).flatten(0, 1) for part in _views(x, grids)])[order]
+        yield None
+        for number, layer in enumerate(self.layers.values()):
             assert isinstance(layer, EncoderLayer)
-            parts = [layer.attend(x, own, x, None) for x, own in zip(parts, starts, strict=True)]
-            yield None
-            parts = [layer.feed(x) for x in parts]
-            yield None
-        shrunk = [self.neck(torch.unflatten(x, 0, grid)) for x, grid in zip(parts, grids, strict=True)]
-        del parts
+            attention = layer.attention
+            assert isinstance(attention, RelativeAttention)
+            is_narrow = self._spec.is_narrow(number)
+            starts, places = (window_starts, where_in_window) if is_narrow else (tile_starts, where)
+            num_query_slices = self._spec.num_query_slices(item, device, self._spec.num_keys(item, number))
+            yield from layer.steps(x, RelativeKV(attention, x, starts, places), None, count, num_query_slices)
+        x = torch.empty_like(x).index_copy_(0, order, x)
+        shrunk = yield from self.neck.steps(_views(x, grids))
+        del x
         read = [self.begin(x) for x in shrunk]
         for layer in self.readers.values():
             assert isinstance(layer, EncoderLayer)
@@ -180,7 +246,7 @@ class SamTower(Tower):
         features = [self.end(x, each, tiling) for (x, *_), each in zip(read, shrunk, strict=True)]
         yield torch.cat((*features, self.marks["separator"][None]))
 
-    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Shrunk patches of tiles `[tiles, rows, columns, width]` → the arguments of readers, whose first one is their
         input `[tokens, width]`, tile by tile."""
         raise NotImplementedError
@@ -206,7 +272,7 @@ class QueriedSamTower(SamTower):
         assert attention.rope is not None
         self._rotary = GridRotary(attention.rope, axes=1)
 
-    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """See `SamTower`."""
         x = shrunk.flatten(1, 2)
         tiles, count, _ = x.shape
@@ -215,7 +281,7 @@ class QueriedSamTower(SamTower):
         x = torch.cat((x, queries.expand(tiles, -1, -1)), dim=1).flatten(0, 1)
         mask = torch.ones(total, total, dtype=torch.bool, device=x.device).tril()
         mask[:count, :count] = True
-        cos_sin = self._rotary(torch.arange(total).repeat(1, tiles)).to(x.device)
+        cos_sin = send(self._rotary(torch.arange(total).repeat(1, tiles)), x.device)
         return x, torch.arange(tiles + 1) * total, cos_sin, mask
 
     def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None) -> Tensor:
@@ -234,11 +300,11 @@ class TwofoldSamTower(SamTower):
         self.reader_positions = ImagePositions(spec.reader_positions, spec.reader_width)
         self.reader_embedding_norm = make_norm(spec.reader_embedding_norm, spec.reader_width)
 
-    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """See `SamTower`."""
         x = self.reader_positions(shrunk)
         starts = torch.arange(len(x) + 1) * x.shape[1]
-        return self.reader_embedding_norm(x.flatten(0, 1)), starts, x.new_empty(0), None
+        return self.reader_embedding_norm(x.flatten(0, 1)), starts, None, None
 
     def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None) -> Tensor:
         """See `SamTower`."""

@@ -15,9 +15,19 @@ from quire.engine.layers.grid_rotary import GridRotary
 from quire.engine.layers.merger import ConvolvedMerger, Merger, Resampler
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.patches import PatchEmbedding, places, windows
+from quire.engine.layers.sending import send
 from quire.engine.layers.stretched_positions import StretchedPositions
 from quire.engine.models.encoder import EncoderLayer, by_slices
-from quire.engine.protocol.media import MediaItem
+from quire.engine.protocol.media import EMBEDS, PIXELS, MediaItem
+
+
+def send_arrays(arrays: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The arrays of an item, which are on the host, as a tower on `device` takes them, and features as they are to be
+    kept."""
+    return {
+        name: send(array, device) if name.startswith(PIXELS) or name == EMBEDS else array
+        for name, array in arrays.items()
+    }
 
 
 class Tower(nn.Module):
@@ -25,14 +35,15 @@ class Tower(nn.Module):
 
     def forward(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Tensor:
         """The features `[item.num_features, feature_width]` of one item, in the order of its runs' tokens, the same on
-        every rank. `arrays` are those of the model's processor for this item alone, by their names."""
+        every rank. `arrays` are those of the model's processor for this item alone, by their names: `PIXELS` on the
+        tower's device, and all others, from which Python takes numbers, on the host (`send_arrays`)."""
         *_, features = self.encode(arrays, item)
         assert features is not None
         return features
 
     def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
         """Compute the features of `forward` step by step: yields None after each of `TowerSpec.num_steps`, then the
-        features."""
+        features. It never waits for the device."""
         raise NotImplementedError
 
     def complete(self) -> None:
@@ -77,8 +88,9 @@ class GridTower(Tower):
         if len(pixels) != frames * rows * columns:  # found here, as kernels of a GPU that index beyond it end the rank
             raise ValueError(f"there are {len(pixels)} patches for a grid of {frames} x {rows} x {columns}")
         merge, where = self._spec.merge, places((frames, rows, columns), self._spec.merge)
-        size = item.num_features, pixels.device.type
-        count, num_full = self._spec.num_slices(*size), self._spec.num_query_slices(*size)
+        device = pixels.device.type
+        count = self._spec.num_slices(item, device)
+        yield None  # the arrays were read just before
         x = yield from by_slices(self.patches, pixels, count)
         del arrays, pixels  # not needed while the layers wait for their steps
         x = x if self.embedding_norm is None else self.embedding_norm(x)
@@ -87,19 +99,20 @@ class GridTower(Tower):
         size = rows * columns
         if self._spec.turns_by_time:
             where = torch.cat((torch.arange(frames).repeat_interleave(size)[None], where))
-        cos_sin = self._rotary(where).to(x.device)
+        cos_sin = send(self._rotary(where), x.device)
         frame_starts = torch.tensor([0, len(x)]) if self._spec.is_joint else torch.arange(frames + 1) * size
         starts, order = frame_starts, None
         if self._spec.window:
             order, starts = windows((frames, rows // merge, columns // merge), self._spec.window)
-            starts, order = starts * merge**2, order.to(x.device)
+            starts, order = starts * merge**2, send(order, x.device)
             x, cos_sin = (torch.unflatten(each, 0, (-1, merge**2))[order].flatten(0, 1) for each in (x, cos_sin))
+        yield None
         levels = dict[int, Tensor]()
         for number, layer in enumerate(self.layers.values()):
             assert isinstance(layer, EncoderLayer)
-            is_narrow = self._spec.window and number not in self._spec.full_layers
-            how = (starts, cos_sin, count, count) if is_narrow else (frame_starts, cos_sin, count, num_full)
-            yield from layer.steps(x, *how)
+            own_starts = starts if self._spec.is_narrow(number) else frame_starts
+            parts = self._spec.num_query_slices(item, device, self._spec.num_keys(item, number))
+            yield from layer.steps(x, layer.attention.sequence_kv(x, own_starts), cos_sin, count, parts)
             if number in self._spec.levels:
                 level = self._spec.levels.index(number)
                 levels[level] = yield from by_slices(self.level_mergers[level], x, FINE * count, merge**2)

@@ -14,11 +14,13 @@ from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.tower_spec import FINE
 from quire.engine.architecture.vit_spec import ConvolutionsSpec, FramedSpec, ViTSpec, WindowReaderSpec
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.clipped import ClippedColumnParallelLinear
 from quire.engine.layers.grid_rotary import AlternatingGridRotary, GridRotary, TurnsGridRotary
 from quire.engine.layers.image_positions import ImagePositions, of_frames
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.patches import PatchEmbedding, patches_of, places
 from quire.engine.layers.projector import AnyResolution, Convolutions, Framed, Projector
+from quire.engine.layers.sending import send
 from quire.engine.models.encoder import EncoderLayer, by_slices, slices
 from quire.engine.models.tower import Tower, tower_layers
 from quire.engine.models.window_reader import WindowReaders
@@ -67,9 +69,10 @@ class ViTTower(Tower):
         """See `Tower`."""
         spec, (pixels, grids) = self._spec, zip(*self._pictures(arrays, item), strict=True)
         sizes, patches = arrays.get("image_sizes"), torch.cat([each.flatten(1) for each in pixels])
-        size = item.num_features, patches.device.type
-        count, num_query_slices = spec.num_slices(*size), spec.num_query_slices(*size)
+        device = patches.device.type
+        count = spec.num_slices(item, device)
         del arrays, pixels  # not needed while the layers wait for their steps
+        yield None
         x = yield from by_slices(self.patches, patches, count)
         del patches
         embedded = zip(x.split_with_sizes([math.prod(grid) for grid in grids]), grids, strict=True)
@@ -77,9 +80,12 @@ class ViTTower(Tower):
         x, cos_sin, starts = torch.cat(tokens), torch.cat(turns), F.pad(torch.cat(lengths).cumsum(0), (1, 0))
         outputs = {0: x.clone()} if 0 in spec.outputs else {}
         del tokens, turns
+        yield None
         for number, layer in enumerate(self.layers.values(), start=1):
             assert isinstance(layer, EncoderLayer)
-            yield from layer.steps(x, starts, cos_sin, count, num_query_slices)
+            num_query_slices = spec.num_query_slices(item, device, spec.num_keys(item, number - 1))
+            own = layer.attention
+            yield from layer.steps(x, own.sequence_kv(x, starts), cos_sin, count, num_query_slices)
             if number in spec.outputs:
                 outputs[number] = x.clone()
         found = [outputs[number] if self.norm is None else self.norm(outputs[number]) for number in spec.outputs]
@@ -96,6 +102,12 @@ class ViTTower(Tower):
             levels = parts[0].chunk(1 + self._spec.num_levels, dim=-1)
             features = torch.cat([self.any_resolution.image(each, height, width) for each in levels], dim=-1)
         yield features if self._spec.multiplier == 1.0 else features * self._spec.multiplier
+
+    def complete(self) -> None:
+        """See `Tower`."""
+        for each in self.modules():
+            if isinstance(each, ClippedColumnParallelLinear):
+                each.read_bounds()
 
     def _pictures(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[tuple[Tensor, Grid]]:
         """Patches `[patches, …]` row by row, without padding, and their grid."""
@@ -134,7 +146,10 @@ class ViTTower(Tower):
         x = self.positions(x.view(tiles, rows, columns, -1))
         lengths = torch.full((tiles,), x.shape[1])
         if spec.joins_frames and tiles > 1:
-            x, lengths = x + of_frames(tiles, x.shape[2]).to(x)[:, None], lengths.sum(dim=0, keepdim=True)
+            x, lengths = (
+                x + send(of_frames(tiles, x.shape[2]), x.device).to(x.dtype)[:, None],
+                lengths.sum(dim=0, keepdim=True),
+            )
         cos_sin = x.new_empty(0)
         if self._rotary is not None:
             where = places((1, rows, columns), 1)
@@ -142,7 +157,7 @@ class ViTTower(Tower):
                 where = where.flip(0)
             if spec.positions.class_token is not None:
                 where = F.pad(where + 1, (1, 0) if spec.positions.class_token == "first" else (0, 1))
-            cos_sin = self._rotary(where.repeat(1, tiles)).to(x.device)
+            cos_sin = send(self._rotary(where.repeat(1, tiles)), x.device)
         x = x.flatten(0, 1)
         return x if self.embedding_norm is None else self.embedding_norm(x), cos_sin, lengths
 

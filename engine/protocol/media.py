@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 MediaKind = Literal["image", "video"]
+PIXELS = "pixel_values"
+"""Names that begin so are of arrays whose numbers a tower computes with. Others are grids, sizes, places and masks."""
 EMBEDS, GRID = "image_embeds", "image_grid_thw"
 """Names of arrays: the features of an item that needs no tower, `[num_features, feature_width]`, and the grid of its
 patches before they are merged. As in vLLM."""
@@ -70,3 +72,8 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     @property
     def num_features(self) -> int:
         return sum(run.length for run in self.runs)
+
+    @property
+    def needs_tower(self) -> bool:
+        """Whether its data are not features."""
+        return self.data is None or all(array.name != EMBEDS for array in self.data.arrays)

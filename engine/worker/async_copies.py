@@ -11,18 +11,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.engine.layers import sending
 from quire.engine.protocol.runner_output import RankOutput
 
 Array = npt.NDArray[Any]
 
 
 def send(values: Array, device: torch.device) -> Tensor:
-    """Copy `values` to the device; on a CPU the tensor shares their memory.
-
-    torch does not reuse the pinned memory before the copy from it has run.
-    """
-    host = torch.from_numpy(values if values.flags.c_contiguous else values.copy())
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    """Copy `values` to the device, as `sending.send` copies tensors; on a CPU the tensor shares their memory."""
+    return sending.send(torch.from_numpy(values if values.flags.c_contiguous else values.copy()), device)
 
 
 class HostCopy:

@@ -3,11 +3,11 @@ dropped (`MediaPlan`)."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import mmap
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.engine.architecture.media_spec import TowerSpec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.models.tower import Tower
+from quire.engine.models.tower import Tower, send_arrays
 from quire.engine.protocol.media import EMBEDS, MediaData, MediaItem
 from quire.engine.protocol.scheduler_output import MediaPlan
 from quire.engine.worker.media_rows import FeatureRange
@@ -24,9 +24,16 @@ from quire.engine.worker.oom import is_out_of_memory, release_memory
 
 logger = logging.getLogger(__name__)
 
+_RAN, _FAILED, _NO_MEMORY = 1.0, 2.0, 3.0
+"""What became of the steps of an item on the rank that ran them. Others that divide items have 0."""
+
 
 class EncoderCache:
-    """Encoded items by digest. `tower` is called with one item at a time, so that features do not depend on others."""
+    """Encoded items by digest. `tower` is called with one item at a time, so that features do not depend on others.
+
+    The ranks share the computation of each item, unless the tower `divides_items`: then each item is one rank's
+    (`TowerSpec.rank_of`), which computes it alone, and the others get the features from it.
+    """
 
     def __init__(
         self, tower: Tower, spec: TowerSpec, dtype: torch.dtype, device: torch.device, parallel: Parallel
@@ -34,45 +41,65 @@ class EncoderCache:
         """`spec` is the tower's, and `dtype` the features'. `parallel` are the ranks that share the tower."""
         self._tower, self._device, self._parallel = tower, device, parallel
         self._spec, self._dtype = spec, dtype
+        self._divides_items = spec.divides_items and parallel.size > 1
         self._features: dict[bytes, Tensor] = {}
         """`[features, feature_width]` each."""
         self._begun: dict[bytes, Iterator[Tensor | None]] = {}
-        """Items that later plans complete; each iterator has the state between two steps."""
+        """Items of this rank that later plans complete; each iterator has the state between two steps."""
 
     def update(self, plan: MediaPlan) -> dict[bytes, str]:
         """Apply a plan. Returns `EncoderOutput.failures`.
 
-        Most errors depend on the item alone, whose data is not what the tower takes. Then all ranks that share the
-        tower fail at the same place, and none waits for another. If one of them cannot read the data, all learn it
-        before they begin. A lack of memory in the tower may be of a rank alone, for which the others wait in a
-        collective of the tower, so it is raised, unless there is only one.
+        Most errors depend on the item alone, whose data is not what the tower takes. Then all ranks that compute it
+        fail at the same place, and none waits for another. If one of them cannot read the data, all learn it before
+        they begin. A lack of memory in the tower may be of a rank alone, for which the others wait in a collective of
+        the tower, so it is raised, unless a single rank computes the item. Ranks that divide items tell each other
+        afterwards what became of them.
         """
         self.free(plan)
+        items = [item for item in plan.encoded if item.digest not in self._features]  # zeros: it could not be begun
+        counts = [plan.num_steps if item is plan.encoded[-1] else None for item in items]
+        outcomes = [
+            self._run(item, count) if self._is_own(item) else 0.0 for item, count in zip(items, counts, strict=True)
+        ]
+        if self._divides_items and items:
+            self._parallel.wait_for_all()
+            outcomes = self._parallel.all_reduce(torch.tensor(outcomes, device=self._device)).tolist()
+        assert all(outcomes), "each item is a rank's"
         failures = dict[bytes, str]()
-        for item in plan.encoded:
-            if item.digest in self._features:
-                continue  # zeros: it could not be begun
-            try:
-                self._encode(item, plan.num_steps if item is plan.encoded[-1] else None)
-            except (dist.DistError, torch.AcceleratorError):
-                raise
-            except Exception as error:
-                is_memory = is_out_of_memory(error.__cause__ or error)
-                if is_memory and self._parallel.size > 1 and not isinstance(error, _NotRead):
-                    raise
-                if is_memory:
-                    size = f"{item.num_features:,} features"
-                    failures[item.digest] = f"out of memory while encoding the {item.kind} ({size}); use a smaller one"
-                else:
-                    failures[item.digest] = f"the {item.kind} could not be encoded; the server's log shows the error"
-                logger.error("%s:\n%s", failures[item.digest], "".join(traceback.format_exception(error)))
-                traceback.clear_frames(error.__traceback__)  # they keep the tower's tensors alive
-            if item.digest in failures:
-                if is_memory:
-                    release_memory(self._device)
-                shape = item.num_features, self._spec.feature_width
-                self._features[item.digest] = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        for item, count, outcome in zip(items, counts, outcomes, strict=True):
+            make_zeros = partial(
+                torch.zeros, item.num_features, self._spec.feature_width, dtype=self._dtype, device=self._device
+            )
+            if outcome != _RAN:
+                failures[item.digest] = _failure(item, outcome)
+                self._features[item.digest] = make_zeros()
+            elif self._divides_items and count is None:
+                own = self._features.get(item.digest)
+                self._features[item.digest] = self._parallel.all_reduce(make_zeros() if own is None else own)
         return failures
+
+    def _is_own(self, item: MediaItem) -> bool:
+        """Whether this rank computes an item."""
+        return not self._divides_items or self._spec.rank_of(item, self._parallel.size) == self._parallel.rank
+
+    def _run(self, item: MediaItem, num_steps: int | None) -> float:
+        """Call `_encode`, and return the outcome."""
+        try:
+            self._encode(item, num_steps)
+        except (dist.DistError, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            is_memory, is_shared = is_out_of_memory(error.__cause__ or error), self._parallel.size > 1
+            if is_memory and is_shared and not self._divides_items and not isinstance(error, _NotRead):
+                raise
+            outcome = _NO_MEMORY if is_memory else _FAILED
+            logger.error("%s:\n%s", _failure(item, outcome), "".join(traceback.format_exception(error)))
+            traceback.clear_frames(error.__traceback__)  # they keep the tower's tensors alive
+            if is_memory:
+                release_memory(self._device)
+            return outcome
+        return _RAN
 
     def _encode(self, item: MediaItem, num_steps: int | None) -> None:
         """Run `num_steps` of the tower for an item, or all that remain. Raises `_NotRead`, and `RuntimeError` if there
@@ -91,16 +118,16 @@ class EncoderCache:
         self._features[item.digest] = features
 
     def _begin(self, item: MediaItem) -> Iterator[Tensor | None]:
-        """Raises `_NotRead` on all ranks if one of them cannot read the data."""
-        assert item.data is not None
+        """Raises `_NotRead` on all ranks that share the item if one of them cannot read the data."""
+        assert item.data is not None, "no plan has begun the item"
         arrays, cause = dict[str, Tensor](), None
         try:
-            arrays = {name: array.to(self._device) for name, array in arrays_of(item.data).items()}
+            arrays = send_arrays(arrays_of(item.data), self._device)
         except torch.AcceleratorError:
             raise
         except Exception as error:
             cause = error
-        if self._parallel.size > 1:
+        if self._parallel.size > 1 and not self._divides_items:
             num_failed = self._parallel.all_reduce(torch.full((1,), float(cause is not None), device=self._device))
             if num_failed.item() and cause is None:
                 raise _NotRead("another rank could not read the arrays of an image or video")
@@ -108,9 +135,7 @@ class EncoderCache:
             raise _NotRead("the arrays of an image or video could not be read") from cause
         if (given := arrays.get(EMBEDS)) is None:
             return self._tower.encode(arrays, item)
-        # without the tower, in as many steps, and with memory of its own
-        pauses = itertools.repeat(None, self._spec.num_steps(item.num_features, self._device.type))
-        return itertools.chain(pauses, (given.to(self._dtype, copy=True),))
+        return iter((given.to(self._dtype, copy=True),))  # with memory of its own
 
     def free(self, plan: MediaPlan) -> None:
         """Drop the features that `plan` frees. Digests may be unknown: of steps that were skipped."""
@@ -121,6 +146,14 @@ class EncoderCache:
     def read(self, ranges: Sequence[FeatureRange]) -> Tensor:
         """`[features, feature_width]`, one range after another."""
         return torch.cat([self._features[digest][begin:end] for digest, begin, end, _ in ranges])
+
+
+def _failure(item: MediaItem, outcome: float) -> str:
+    """What clients are told."""
+    if outcome == _NO_MEMORY:
+        size = f"{item.num_features:,} features"
+        return f"out of memory while encoding the {item.kind} ({size}); use a smaller one"
+    return f"the {item.kind} could not be encoded; the server's log shows the error"
 
 
 class _NotRead(RuntimeError):

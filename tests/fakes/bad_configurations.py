@@ -85,8 +85,12 @@ def fifo(file: str) -> Edit:
 
 
 def settings(file: str, **changes: Any) -> Edit:
-    """Change settings in a JSON file of the demo model."""
-    return lambda folder: text(file, json.dumps(json.loads((DEMO_MODEL / file).read_text()) | changes))(folder)
+    """Change settings in a JSON file of the demo model, or in its text part where that has them."""
+    found = json.loads((DEMO_MODEL / file).read_text())
+    of_text = found.get("text_config", {})
+    if changes.keys() <= of_text.keys() - found.keys():
+        changes = {"text_config": of_text | changes}
+    return lambda folder: text(file, json.dumps(found | changes))(folder)
 
 
 def config(message: str, **changes: Any) -> BadConfiguration:
@@ -118,7 +122,7 @@ def environment(message: str, name: str, value: str, *arguments: str) -> BadConf
 
 Header = dict[str, Any]
 WEIGHTS = "model.safetensors"
-NORM = "model.layers.3.input_layernorm.weight"
+NORM = "language_model.model.layers.3.input_layernorm.weight"
 
 
 def weights(
@@ -418,7 +422,7 @@ CASES = [
     weights(
         "embed_tokens.weight has values that are NaN or infinite",
         "infinity, two ranks",
-        put("model.embed_tokens.weight", float("inf"), 700_000),
+        put("language_model.model.embed_tokens.weight", float("inf"), 700_000),
         *("-tp", "2"),
         is_late=True,
     ),

@@ -102,9 +102,10 @@ def likeliest(model: Any, prompts: list[list[int]], answers: list[list[int]]) ->
 def score(folder: Path, prompts: list[list[int]]) -> list[Tensor]:
     """By transformers in float32: the log-probabilities `[tokens, vocab]` of the token after each token of each
     prompt."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model: Any = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         return [model(torch.tensor([prompt])).logits[0].log_softmax(-1) for prompt in prompts]

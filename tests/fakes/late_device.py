@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from quire.engine.architecture import media_spec
+from quire.engine.models.tower import Tower, send_arrays
+from quire.engine.protocol.media import MediaItem
 from quire.kernels import dispatch, packed, reference
 
 GPU = torch.device("meta")
@@ -134,22 +137,49 @@ class LateEvent:
             host.copy_(known)
 
 
+class _SequenceKV:
+    """Stands for `kernels.SequenceKV`, which reads where sequences begin on the host."""
+
+    def __init__(self, kernel: Callable[..., Any], like: Tensor, starts: Tensor, *sizes: int) -> None:
+        if isinstance(starts, DeviceTensor):
+            raise Waited("where sequences begin")
+        kv = reference.PlainSequenceKV(unwrap(like), starts, *sizes)
+        self.write, self.attend = kernel(kv.write), kernel(kv.attend)
+
+
 def unwrap(tree: Any) -> Any:
     return tree_map(lambda x: x.held if isinstance(x, DeviceTensor) else x, tree)
 
 
 def move(module: nn.Module) -> None:
     """Move the tensors of a module to the device."""
+    move_parameters(module)
     for each in module.modules():
-        for name, parameter in each._parameters.items():
-            if parameter is not None:
-                each._parameters[name] = DeviceTensor(parameter.data)  # type: ignore[assignment]
         values = [value for table in vars(each).values() if isinstance(table, dict) for value in table.values()]
         plain = [value for value in values if hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module)]
         for owner in (each, *plain):
             for name, value in vars(owner).items():
                 if isinstance(value, Tensor):
                     vars(owner)[name] = DeviceTensor(value)
+
+
+def move_parameters(module: nn.Module) -> None:
+    """Leave all other tensors on the host."""
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                moved: Any = DeviceTensor(parameter.data)
+                moved.input_dtype = getattr(parameter, "input_dtype", parameter.dtype)  # of a `Weight`
+                each._parameters[name] = moved
+
+
+def encode(tower: Tower, arrays: Mapping[str, Tensor], item: MediaItem, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """The features of an item by a tower there, whose weights are not packed."""
+    with monkeypatch.context() as context, late_device(context), torch.inference_mode():
+        move_parameters(tower)
+        found = tower(send_arrays(arrays, GPU), item)
+    assert isinstance(found, DeviceTensor)
+    return found.held
 
 
 @contextmanager
@@ -159,6 +189,8 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
 
     def kernel(operation: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            if operation is reference.sequence_kv:
+                return _SequenceKV(kernel, *args)
             with torch.utils._python_dispatch._disable_current_modes():
                 out = operation(*unwrap(args), **unwrap(kwargs))
             return tree_map(lambda x: DeviceTensor(x) if isinstance(x, Tensor) else x, out)
@@ -171,5 +203,7 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(Tensor, "pin_memory", lambda host: device.pin(host))
     monkeypatch.setattr(dispatch, "PLATFORMS", {GPU.type: kernels})
+    for limits in (media_spec._SLICE_ROWS, media_spec._SLICE_KEYS):
+        monkeypatch.setitem(limits, GPU.type, limits["cpu"])
     with device:
         yield device

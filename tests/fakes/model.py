@@ -164,7 +164,7 @@ class FakeModel:
             assert item.digest not in self.features, "it is encoded again"
             _, done = self.parts.pop(item.digest, (0, 0))
             assert self.tower is not None
-            total = self.tower.num_steps(item.num_features, "cpu")
+            total = self.tower.num_steps(item, "cpu")
             steps = total - done
             if media.num_steps is not None and item is media.encoded[-1]:
                 assert 0 < media.num_steps < steps

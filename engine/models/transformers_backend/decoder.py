@@ -113,7 +113,7 @@ class TransformersDecoder(nn.Module):
         self._base_output = _BaseOutput(base)
         self.has_axes = hasattr(base, "get_rope_index")
         """Whether tokens have rotary positions along several axes."""
-        self.tower = TransformersTower(base, dtype) if modules else None
+        self.tower = TransformersTower(base, dtype, device) if modules else None
         names = inspect.signature(self._text[0].forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # as before transformers 5.24
         self._output: type[Any] | None = None

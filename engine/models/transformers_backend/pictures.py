@@ -144,7 +144,7 @@ def run_tower(model: Any, arrays: Mapping[str, Tensor]) -> TowerRun:
     for path, module in base.named_modules():
         handles.append(module.register_forward_pre_hook(partial(enter, path)))
     with torch.inference_mode(), _Scores() as seen:  # type: ignore[no-untyped-call]
-        found = TransformersTower(base, torch.float32).features(arrays)
+        found = TransformersTower(base, torch.float32, torch.device("cpu")).features(arrays)
     for handle in handles:
         handle.remove()
     return TowerRun(tuple(ran), found, dict(tokens), seen.numel)

@@ -16,13 +16,14 @@ from quire.engine.protocol.media import MediaItem
 class TransformersTower(Tower):
     """See `TransformersTowerSpec`. `base` is a model of images and text without its head, which has the parameters."""
 
-    def __init__(self, base: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, base: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._base: list[Any] = [base]  # in a list, as it is not a part of this
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
 
     def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
-        """See `Tower`. It does not pause."""
+        """See `Tower`. It does not pause, and may wait for the device, which gets all arrays: transformers' models read
+        grids there."""
         features = self.features(arrays)
         yield None
         yield features
@@ -32,7 +33,7 @@ class TransformersTower(Tower):
         compute = self._base[0].get_image_features
         taken = inspect.signature(compute).parameters
         inputs = {
-            name: array.to(self._dtype) if array.is_floating_point() else array
+            name: array.to(self._device, self._dtype if array.is_floating_point() else array.dtype)
             for name, array in arrays.items()
             if name in taken
         }

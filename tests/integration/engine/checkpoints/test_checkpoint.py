@@ -392,7 +392,8 @@ def test_every_family_has_dummy_weights_that_do_not_depend_on_the_ranks(case: st
         elif not tensor.is_floating_point():
             assert all(len(set(row)) == len(row) for row in tensor.tolist()), name
         else:
-            assert tensor.numel() == 1 or 0 < tensor.std() < 0.04, name
+            is_embedded = "embed_vision.embedding" in name[0]  # replaced by its embeddings (`Tower.complete`)
+            assert tensor.numel() == 1 or is_embedded or 0 < tensor.std() < 0.04, name
     halved = replace(config, parallel=replace(config.parallel, tensor_parallel_size=2))
     for rank in range(2):
         for key, (tensor, cut, dim) in dummy(halved, rank, 2).items():

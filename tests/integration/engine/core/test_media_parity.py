@@ -13,7 +13,9 @@ import torch
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
+from quire.engine.executor.base import StepFuture
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.drafts import Always, Guesser
 from tests.fakes.media_prompts import MediaPrompt, Picture, generate, media_prompt, write_media_model
@@ -45,6 +47,7 @@ class Layout(NamedTuple):
     weights: str = ""
     """Of the decoder: int8 when it is loaded, or fp8 in the checkpoint."""
     spreads_experts: bool = False
+    divides_items: bool = False
 
 
 class Case(NamedTuple):
@@ -56,7 +59,7 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     layout: Layout = request.param
-    family, tp, partition, weights, spreads_experts = layout
+    family, tp, partition, weights, spreads_experts, divides_items = layout
     folder = tmp_path_factory.mktemp("model")
     windows = {"Gemma 3": 24, "PaliGemma 2": 60}
     text = {"sliding_window": windows[family]} if family in windows else {}
@@ -79,6 +82,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             pipeline_parallel_size=1 if partition is None else 2,
             pipeline_layer_partition=partition,
             enable_expert_parallel=spreads_experts,
+            mm_encoder_tp_mode="data" if divides_items else "weights",
             quantization="int8" if weights == "int8" else None,
             block_size=4,
             max_model_len=160,
@@ -106,6 +110,8 @@ def cases() -> list[Any]:
         (Layout("ERNIE 4.5 VL", 2, "2,2"), SITUATIONS),
         (Layout("ERNIE 4.5 VL", 2, spreads_experts=True), ("in chunks", "moved")),
         (Layout("Qwen3-VL MoE", 2, spreads_experts=True), ("whole", "cached", "preempted")),
+        (Layout("Qwen3-VL", 2, "2,2", divides_items=True), ("whole", "in chunks")),
+        (Layout("Qwen3-VL", 2, divides_items=True), ("beside decodes",)),
         (Layout("Qwen3-VL", 2, weights="fp8"), ("whole", "preempted", "moved")),
         (Layout("Qwen2.5-VL", 1, "2,2", weights="fp8"), ("in chunks", "cached")),
         (Layout("Qwen3-VL", 1, "2,2", weights="int8"), ("whole", "cached", "moved")),
@@ -128,8 +134,9 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "situation"), cases(), indirect=["case"])
-def test_answers_are_those_of_transformers(case: Case, situation: str) -> None:
-    """`moved`: a replica has given some of the tokens, and another one goes on."""
+def test_answers_are_those_of_transformers(case: Case, situation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`beside decodes`: items are encoded in parts. `moved`: a replica has given some of the tokens, and another one
+    goes on."""
     requests = [(prompt.token_ids, PARAMS) for prompt in case.prompts]
     options: dict[str, Any] = {"max_num_batched_tokens": 200, "enable_prefix_caching": False}
     told: list[list[int]] = [[] for _ in requests]
@@ -151,10 +158,19 @@ def test_answers_are_those_of_transformers(case: Case, situation: str) -> None:
                 return rng.choice(right) if right and rng.random() < 0.7 else rng.randrange(100)
 
             options["speculation"] = Guesser(guess, 3, 32)
+        case "beside decodes":
+            options |= {"max_num_batched_tokens": 60, "max_num_seqs": 2, "dynamic_chunking": True, "itl_target": 1e-3}
         case "moved":
             options |= {"max_num_batched_tokens": 60, "enable_prefix_caching": True}
             told = [expected[: 1 + 11 * number] for number, expected in enumerate(case.expected)]
             options["reported"] = told
+    plans, submit = list[SchedulerOutput](), case.ranks.executor.submit
+
+    def record(plan: SchedulerOutput, limit: float) -> StepFuture:
+        plans.append(plan)
+        return submit(plan, limit)
+
+    monkeypatch.setattr(case.ranks.executor, "submit", record)
     found = case.ranks.tokens(requests, media=[prompt.items for prompt in case.prompts], **options)
     assert found == [expected[len(known) :] for expected, known in zip(case.expected, told, strict=True)]
     stats = case.ranks.stats
@@ -167,6 +183,8 @@ def test_answers_are_those_of_transformers(case: Case, situation: str) -> None:
         shared = (len(case.prompts[1].token_ids) - 1) // 4 * 4  # up to the picture's last token
         assert stats.prefix_hit_tokens == shared + 4  # and the text before the third one's
         assert stats.encoder_cache_hits >= 2
+    parts = [plan for plan in plans if plan.media is not None and plan.media.num_steps is not None]
+    assert bool(parts) == (situation == "beside decodes")
     if situation == "guessed":
         assert stats.num_accepted_tokens > 100
 

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -20,11 +20,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from quire import kernels
+from quire.engine.architecture.media_spec import TransformersTowerSpec
 from quire.engine.distributed.communicator import GroupParallel
 from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.engine.distributed.parallel_state import connect
+from quire.engine.models.tower import Tower
+from quire.engine.protocol.media import MediaData, MediaItem, MediaRun
+from quire.engine.protocol.scheduler_output import MediaPlan
+from quire.engine.worker.encoder_cache import EncoderCache
 from quire.engine.worker.worker import is_in_collective
 from quire.kernels.cpu import op_replay, shared
 from tests.fakes.processes import CONTEXT
@@ -224,6 +230,35 @@ def test_the_rank_for_which_others_wait_waits_least(unprepared: tuple[int, ...],
             pytest.fail(f"seconds that each has waited: {waited}")
         if not unprepared:  # the last sum may still run when gloo's broadcast begins
             assert everywhere(started, wait_where_it_does_not_count) == [0.0] * 3
+
+
+class _SlowTower(Tower):
+    """Takes longer than collectives may."""
+
+    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+        time.sleep(1.2)
+        yield torch.full((item.num_features, 8), 7.0)
+
+
+def encode_alone(tp: CpuParallel) -> bool:
+    limit = timedelta(seconds=0.8)
+    tp._timeout = limit.total_seconds()
+    dist.distributed_c10d._set_pg_timeout(limit, tp._group)
+    spec = TransformersTowerSpec(hidden_size=8, modules=(), num_parameters=1, values_per_feature=1, divides_items=True)
+    cache = EncoderCache(_SlowTower(), spec, torch.float32, CPU, tp)
+    item = MediaItem(b"\x01", "image", 0, 2, (MediaRun(0, 2),), data=MediaData((), 0))
+    assert not cache.update(MediaPlan([item]))
+    return bool((cache._features[item.digest] == 7.0).all())
+
+
+@needs_compiler
+@pytest.mark.parametrize("unprepared", [(), (1,)])
+def test_a_rank_that_encodes_alone_may_take_longer_than_collectives(
+    unprepared: tuple[int, ...], tmp_path: Path
+) -> None:
+    with ranks(tmp_path, 2, unprepared=unprepared) as started:
+        assert everywhere(started, shares_memory) == [not unprepared] * 2
+        assert everywhere(started, encode_alone) == [True] * 2
 
 
 def record(tp: CpuParallel) -> bool:

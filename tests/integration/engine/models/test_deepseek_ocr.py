@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.protocol.media import MediaItem, MediaRun
+from tests.fakes import late_device
 from tests.fakes.families import CASES, RENAMED, SIZES, write_model
 from tests.fakes.model_logits import configure, logits
 from tests.fakes.ranks import on_ranks
@@ -121,8 +122,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
     return folder, Reference(folder)
 
 
-def test_features_are_those_of_the_parts(written: tuple[Path, Reference], caplog: pytest.LogCaptureFixture) -> None:
-    """Also of two ranks. All tensors of the checkpoint are used, but for the patches of CLIP's own."""
+def test_features_are_those_of_the_parts(
+    written: tuple[Path, Reference], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of two ranks, and of a device that the tower never waits for. All tensors of the checkpoint are used, but
+    for the patches of CLIP's own."""
     folder, reference = written
 
     def work(parallel: Parallel) -> list[Tensor]:
@@ -137,6 +141,9 @@ def test_features_are_those_of_the_parts(written: tuple[Path, Reference], caplog
     for each in found:
         for features, arrays in zip(each, images(), strict=True):
             check_close(features, reference.features(arrays))
+    tower, arrays = tower_of(configure(folder, max_model_len=64), Parallel(), pack=False), images()[1]
+    item = MediaItem(b"", "image", 0, 1, (MediaRun(0, 1),))
+    check_close(late_device.encode(tower, arrays, item, monkeypatch), reference.features(arrays))
 
 
 def test_logits_are_those_of_the_parts(written: tuple[Path, Reference]) -> None:

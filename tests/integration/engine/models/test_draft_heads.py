@@ -242,7 +242,7 @@ def test_heads_in_quantized_checkpoints(name: str, tmp_path: Path) -> None:
         on_ranks(1, partial(run, *with_head("MTP", folder), tokens, [COUNT]))[0]
         for folder in (tmp_path, tmp_path / "whole")
     )
-    assert with_head("MTP", tmp_path)[1].keeps_quantized
+    assert with_head("MTP", tmp_path)[1].keeps_quantized()
     for result, right in zip(kept, whole, strict=True):
         assert (result - right).abs().max() <= 1e-3 * right.abs().max()
 

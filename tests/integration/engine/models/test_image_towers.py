@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,15 +10,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.engine.architecture.families import FAMILIES
 from quire.engine.architecture.media_spec import TowerSpec
+from quire.engine.config.checkpoint_tensors import by_needed_name
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.protocol.media import MediaItem, MediaRun
+from tests.fakes import late_device
 from tests.fakes.families import CASES as ALL
 from tests.fakes.families import SIZES, name_as_published, write_model
 from tests.fakes.model_logits import configure
+from tests.fakes.quantized_checkpoints import FORMATS
 from tests.fakes.ranks import on_ranks
 from tests.integration.engine.models.test_towers import check_close, tower_of
 
@@ -288,10 +295,10 @@ def several_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 def encode(config: EngineConfig, tower: Any, arrays: Arrays) -> Tensor:
     kind: Any = "video" if "pixel_values_videos" in arrays else "image"
     with torch.inference_mode():
-        *paused, found = tower.encode(arrays, MediaItem(b"", kind, 0, 1, (MediaRun(0, 1),)))
+        *paused, found = tower.encode(arrays, item := MediaItem(b"", kind, 0, 1, (MediaRun(0, 1),)))
     spec = config.model.architecture.media
     assert spec is not None
-    assert len(paused) == spec.tower.num_steps(1, "cpu")
+    assert len(paused) == spec.tower.num_steps(item, "cpu")
     assert isinstance(found, Tensor)
     return found
 
@@ -313,6 +320,15 @@ def test_features_are_those_of_transformers(written: tuple[Case, Path, Any], cap
         check_close(encode(config, tower, one), expected[: len(expected) // 2])
 
 
+def test_a_tower_never_waits_for_its_device(written: tuple[Case, Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    case, folder, model = written
+    tower = tower_of(configure(folder, max_model_len=64), Parallel(), pack=False)
+    *_, arrays = case.images(model.config)
+    kind: Any = "video" if "pixel_values_videos" in arrays else "image"
+    item = MediaItem(b"", kind, 0, 1, (MediaRun(0, 1),))
+    check_close(late_device.encode(tower, arrays, item, monkeypatch), features_of(model, arrays))
+
+
 def test_ranks_divide_a_tower(written: tuple[Case, Path, Any]) -> None:
     """Each has parts whole that they cannot divide."""
     case, folder, model = written
@@ -327,3 +343,35 @@ def test_ranks_divide_a_tower(written: tuple[Case, Path, Any]) -> None:
     for features, count in on_ranks(2, work):
         check_close(features, features_of(model, arrays))
         assert count == sum(each.elements(2) for each in planned) < sum(each.elements(1) for each in planned)
+
+
+def test_a_tower_is_quantized_as_it_is_stored_or_while_it_is_loaded(
+    written: tuple[Case, Path, Any], tmp_path: Path
+) -> None:
+    case, folder, model = written
+    config = configure(folder, max_model_len=64)
+    *_, arrays = case.images(model.config)
+    plain = encode(config, tower_of(config, Parallel()), arrays)
+    online = configure(folder, max_model_len=64, mm_encoder_quantization="int8")
+    found = encode(online, tower_of(online, Parallel()), arrays)
+    assert 1e-3 * plain.norm() <= (found - plain).norm() <= 0.1 * plain.norm()
+    assert MemoryPlan.of(online).weights < MemoryPlan.of(config).weights
+
+    form, names = FORMATS["bitsandbytes, nf4"], config.model.weight_names
+    arch, tensors = config.model.architecture, load_file(folder / "model.safetensors")
+    own = {f"{name}.weight" for number, matrix in arch.tower_matrices(1) for name in names[number, matrix.module]}
+    stored = by_needed_name({name: name for name in tensors}, FAMILIES[arch.name].prefix, own)
+    numbers = dict(tensors)
+    for name in (stored[each] for each in own & stored.keys()):
+        packed, numbers[name] = form.pack(tensors.pop(name).float())
+        tensors |= {name.removesuffix(".weight") + suffix: part.contiguous() for suffix, part in packed.items()}
+    settings = json.loads((folder / "config.json").read_text())
+    for name, content, more in (("whole", numbers, {}), ("codes", tensors, {"quantization_config": form.settings})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(settings | more))
+        save_file(content, tmp_path / name / "model.safetensors")
+    expected, found = (
+        encode(config, tower_of(configure(tmp_path / name, max_model_len=64), Parallel()), arrays)
+        for name in ("whole", "codes")
+    )
+    assert 0 < (found - expected).norm() <= 1e-3 * expected.norm()

@@ -27,6 +27,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.protocol.media import MediaItem, MediaRun
 from tests.fakes.families import CASES as ALL
 from tests.fakes.families import SIZES, name_as_published, write_model
+from tests.fakes.late_device import encode
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.ranks import on_ranks
 
@@ -174,10 +175,17 @@ def test_features_are_those_of_transformers(written: tuple[Path, Any], caplog: p
         calls.clear()
         with torch.inference_mode():
             *paused, found = tower.encode(arrays, item)
-        assert len(paused) == tower._spec.num_steps(item.num_features, "cpu")
-        assert min(calls[each] for each in linears) >= tower._spec.num_slices(item.num_features, "cpu")
+        assert len(paused) == tower._spec.num_steps(item, "cpu")
+        assert min(calls[each] for each in linears) >= tower._spec.num_slices(item, "cpu")
         assert len(found) == item.num_features
         check_close(found, features_of(model, arrays, kind))
+
+
+def test_a_tower_never_waits_for_its_device(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, model = written
+    tower = tower_of(configure(folder, max_model_len=64), Parallel(), pack=False)
+    arrays, item = item_of(model, (2, 10, 12), "video")
+    check_close(encode(tower, arrays, item, monkeypatch), features_of(model, arrays, "video"))
 
 
 @pytest.mark.parametrize("written", ["Qwen2.5-VL"], indirect=True)
@@ -203,6 +211,25 @@ def test_ranks_divide_a_tower(written: tuple[Path, Any]) -> None:
     for features, count in on_ranks(2, work):
         check_close(features, features_of(model, arrays, "video"))
         assert count == sum(each.elements(2) for each in planned) < sum(each.elements(1) for each in planned)
+
+
+@pytest.mark.parametrize("written", ["Qwen2.5-VL"], indirect=True)
+def test_ranks_that_divide_items_have_whole_towers(written: tuple[Path, Any]) -> None:
+    """And none waits for another."""
+    folder, model = written
+    config = configure(folder, max_model_len=64, tensor_parallel_size=2, mm_encoder_tp_mode="data")
+    planned = [each for each in config.model.architecture.parameters_before() if each.module.startswith("tower.")]
+    (_, (tower, count)) = on_ranks(
+        2,
+        lambda parallel: (
+            own := tower_of(config, parallel, pack=False),
+            sum(each.numel() for each in own.parameters()),
+        ),
+    )
+    arrays, item = item_of(model, (2, 10, 12), "video")
+    with torch.inference_mode():
+        check_close(tower(arrays, item), features_of(model, arrays, "video"))
+    assert count == sum(each.elements(2) for each in planned) == sum(each.elements(1) for each in planned)
 
 
 @pytest.mark.parametrize("written", ["Qwen2.5-VL"], indirect=True)

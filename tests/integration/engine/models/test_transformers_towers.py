@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.engine.architecture.families import transformers_backend
 from quire.engine.config.memory_plan import MemoryPlan
@@ -20,6 +22,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.media_prompts import generate
 from tests.fakes.model_logits import CPU, configure, logits
+from tests.fakes.quantized_checkpoints import FORMATS
 from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
 from tests.integration.engine.models import other_towers
@@ -80,6 +83,30 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
         found = ranks.tokens(requests, media=[prompt.items for prompt in prompts], max_num_batched_tokens=7)
         assert ranks.stats.prefix_hit_tokens > 5
     assert found == [generate(model, prompt, COUNT) for prompt in prompts]
+
+
+def test_a_quantized_tower_is_dequantized(tmp_path: Path) -> None:
+    model = other_towers.write(DEFAULT, tmp_path)
+    form, tensors, count = FORMATS["bitsandbytes, int8"], load_file(tmp_path / "model.safetensors"), 0
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".vision_tower." in path:
+            end = f".{path[path.index('layers.') :]}.weight"
+            (name,) = [each for each in tensors if each.endswith(end) and "vision_tower" in each]
+            own, module.weight.data = form.pack(tensors.pop(name).float())
+            tensors |= {name.removesuffix(".weight") + suffix: part.contiguous() for suffix, part in own.items()}
+            count += 1
+    assert count
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": form.settings}))
+    prompt = other_towers.prompt(tmp_path, model, [5, Photo(96, 64), 3])
+    tokens = torch.tensor(prompt.token_ids)
+    with torch.inference_mode():
+        expected = model(tokens[None], **prompt.inputs).logits[0]
+    arrays = {name: each for name, each in prompt.inputs.items() if name != "mm_token_type_ids"}
+    config = configure(tmp_path, max_model_len=2 * len(tokens), model_impl="transformers")
+    found = logits(config, tokens, Parallel(), media=[(arrays, prompt.items[0])])
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
 
 
 def test_a_small_tower_has_the_same_pictures_and_layers() -> None:

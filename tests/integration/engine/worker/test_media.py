@@ -105,7 +105,7 @@ def test_answers_of_several_ranks(written: Written, tmp_path: Path) -> None:
 
 
 def test_features_that_are_given_need_no_tower(written: Written) -> None:
-    """Also in several steps. Those of another width are refused."""
+    """Those of another width are refused."""
     runner, driver = runner_and_driver(written.folder)
     cache = runner._encoder_cache
     assert cache is not None
@@ -119,9 +119,6 @@ def test_features_that_are_given_need_no_tower(written: Written) -> None:
             )
     cache._tower = _Scarce(tower, *(item.digest for prompt in prompts for item in prompt.items))
     first = prompts[0].items[0]
-    cache.update(MediaPlan([first], num_steps=1))
-    total = cache._spec.num_steps(first.num_features, "cpu")
-    cache.update(MediaPlan([structs.replace(first, data=None)], num_steps=total - 1))
     requests = greedy(prompts)
     driver.decode(requests, COUNT, 1000)
     assert [request.output for request in requests] == written.expected
@@ -238,6 +235,46 @@ def test_ranks_agree_on_what_one_of_them_cannot_read(one: tuple[Any, Path], tmp_
     assert on_ranks(2, work) == [[item.digest]] * 2
 
 
+def test_ranks_divide_items(one: tuple[Any, Path], caplog: pytest.LogCaptureFixture) -> None:
+    """One rank encodes an item, also by several plans, and all get its features, or learn that there are none. Items
+    that come one by one are divided, too."""
+    model, folder = one
+    items = [media_prompt(model, [1, Picture((1, 4, 4), seed=seed), 2]).items[0] for seed in range(5)]
+    *good, large = (
+        structs.replace(item, digest=bytes([first]) + item.digest[1:])
+        for item, first in zip(items, (2, 5, 1, 3, 4), strict=True)
+    )
+    runner, _ = runner_and_driver(folder)
+    cache = runner._encoder_cache
+    assert cache is not None
+    with torch.inference_mode():
+        expected = [cache._tower(arrays_of(item.data), item) for item in good if item.data is not None]
+    spec = replace(cache._spec, divides_items=True)
+
+    def work(parallel: Parallel) -> tuple[list[bytes], list[dict[bytes, str]]]:
+        assert cache is not None
+        tower = _Scarce(cache._tower, large.digest)
+        of_rank = EncoderCache(tower, spec, torch.float32, CPU, parallel)
+        plans = [
+            MediaPlan([*good[:2], large, good[2]], num_steps=3),
+            MediaPlan([structs.replace(good[2], data=None)]),
+            MediaPlan([good[3]]),
+            MediaPlan([structs.replace(good[0], data=None, digest=bytes(16))]),  # never begun
+        ]
+        failures = [of_rank.update(plan) for plan in plans]
+        for item, features in zip(good, expected, strict=True):
+            assert torch.equal(of_rank._features[item.digest], features)
+        return tower.asked, failures
+
+    (first, failures), (second, others) = on_ranks(2, work)
+    assert failures == others
+    assert [[*each] for each in failures] == [[large.digest], [], [], [bytes(16)]]
+    assert failures[0][large.digest].startswith("out of memory")
+    assert (first, second) == ([good[0].digest, large.digest], [each.digest for each in good[1:]])
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
+    assert "no plan has begun the item" in caplog.messages[-1]
+
+
 def test_pictures_whose_features_attend_to_each_other(tmp_path: Path) -> None:
     """In both directions, also where they are longer than the window of a layer: Gemma 3's. Steps may end between
     them."""
@@ -263,8 +300,10 @@ class _Scarce(Tower):
     def __init__(self, tower: Tower, *digests: bytes) -> None:
         super().__init__()
         self._tower, self._digests = tower, digests
+        self.asked: list[bytes] = []
 
     def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+        self.asked.append(item.digest)
         if item.digest in self._digests:
             raise torch.OutOfMemoryError
         return self._tower.encode(arrays, item)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.architecture.media_spec import MediaSpec, TowerSpec
+from quire.engine.architecture.media_spec import MediaSpec, TowerSpec, TransformersTowerSpec
 from quire.engine.architecture.spec_parts import Parameters, linear
+from quire.engine.config import model_config
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.media_config import is_text_only
 from quire.engine.config.memory_plan import MemoryPlan, format_bytes
@@ -113,6 +114,18 @@ def test_a_draft_model_takes_no_images(tmp_path: Path) -> None:
 def test_what_images_cannot_be_combined_with_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(tmp_path, **given)
+
+
+def test_only_own_towers_on_cpus_are_quantized(tmp_path: Path) -> None:
+    asked = options("model", mm_encoder_quantization="int8")
+    arch = resolved(tmp_path).model.architecture
+    assert model_config._tower_quantization(asked, arch, "cpu") == "int8"
+    assert model_config._tower_quantization(asked, replace(arch, media=None), "cuda") is None
+    with pytest.raises(ConfigError, match="--mm-encoder-quantization int8 is not supported on cuda; omit it"):
+        model_config._tower_quantization(asked, arch, "cuda")
+    tower = TransformersTowerSpec(hidden_size=256, modules=("visual",), num_parameters=1, values_per_feature=1.0)
+    with pytest.raises(ConfigError, match="not supported for towers that transformers computes; omit it"):
+        model_config._tower_quantization(asked, replace(arch, media=replace(SPEC, tower=tower)), "cpu")
 
 
 def test_an_image_that_is_never_in_one_step_is_refused(tmp_path: Path) -> None:
