@@ -42,7 +42,8 @@ from quire.server.cli.takeover import Offer, Predecessor
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
 from quire.server.config.server_options import ServerOptions
-from quire.server.media.service import MediaService, media_settings
+from quire.server.media.service import MediaService
+from quire.server.media.types import MediaSettings
 
 _FAILURE_SECONDS = 2.0
 """Time for which /health reports why the engine died, before the server exits."""
@@ -134,14 +135,16 @@ class Server:
         self,
         config: EngineConfig,
         options: ServerOptions,
+        media: MediaSettings | None,
         names: tuple[str, ...],
         listener: socket.socket,
         seconds: dict[str, float],
         hosts: DPCoordinator,
         predecessor: Predecessor | None = None,
     ) -> None:
-        """Start all processes. `seconds` are the durations of earlier phases of the start-up. A `predecessor` serves
-        until this one is ready.
+        """Start all processes. `media` are the settings for images and videos; None: the model takes only text.
+        `seconds` are the durations of earlier phases of the start-up. A `predecessor` serves until this one is
+        ready.
         """
         self.failure: Failed | None = None
         """The reason why no API process can be started."""
@@ -158,7 +161,6 @@ class Server:
         self._wake: Callable[[], None] = lambda: None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
-        media = media_settings(config, options)
         self.manager = EngineManager(
             config,
             name=names[0],
@@ -222,6 +224,7 @@ class Server:
                 if self._predecessor is not None:
                     self._predecessor.end()
                     self._predecessor, self._offer = None, Offer(self._listener, self._on_taken)
+                self.manager.is_started = True
                 self._report_started()
                 self.manager.run(lambda: self._is_over)
                 if self.manager.failure is not None:  # /health reports it for a while
@@ -255,7 +258,8 @@ class Server:
 
     @property
     def _is_started(self) -> bool:
-        has_media = self._media is None or self._media.has_been_ready
+        # Texts do not need the media process, but a predecessor serves until this server can do all that it can.
+        has_media = self._media is None or self._media.has_been_ready or self._predecessor is None
         return self.manager.is_settled and has_media and all(each.seconds is not None for each in self._api_processes)
 
     @property

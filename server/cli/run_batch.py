@@ -240,8 +240,11 @@ def _output_tokens(content: Any) -> int:
 async def _run_in_process(
     options: BatchOptions, engine: EngineOptions, work: Callable[[BatchBackend], BatchRun]
 ) -> None:
+    from quire.server.media.service import media_settings
+
     config = ray_cluster.resolve(engine)
     log.print_text(plan_text(config))
+    media = media_settings(config, options)
     fetch_weights(engine, config)
     # As in `quire serve`: keep transformers from importing torch in this process.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
@@ -249,7 +252,6 @@ async def _run_in_process(
     from quire.server.client.dp_coordinator import connect_hosts
     from quire.server.client.output_stream import EngineUnavailable
     from quire.server.http.state import ServedModel
-    from quire.server.media.service import media_settings
     from quire.server.serving.frontend import Frontend
     from quire.server.text.chat_formats import ChatFormats
 
@@ -260,7 +262,7 @@ async def _run_in_process(
         formats=ChatFormats.of(options),
         log_level=options.log_level,
         hosts=connect_hosts(config),
-        media=media_settings(config, options),
+        media=media,
     )
     try:
         async with frontend:

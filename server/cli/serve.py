@@ -96,7 +96,7 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
             from quire.server.cli.parent import Server
             from quire.server.client.dp_coordinator import connect_hosts
             from quire.server.http.api_keys import ApiKeys
-            from quire.server.media.service import check_addresses
+            from quire.server.media.service import check_addresses, media_settings
 
             options = with_cluster_token(options)
             if options.nnodes > 1:
@@ -108,11 +108,12 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
             listener, predecessor = stack.enter_context(listen(server))
             config = ray_cluster.resolve(options)
             log.print_text(plan_text(config))
+            media = media_settings(config, server)
             fetch_weights(options, config)
             seconds["resolve"] = time.monotonic() - begun
             hosts = connect_hosts(config, server.api_server_count)
             names = server.served_model_name or (name,)
-            running = Server(config, server, names, listener, seconds, hosts, predecessor)
+            running = Server(config, server, media, names, listener, seconds, hosts, predecessor)
         return running.run()
 
 

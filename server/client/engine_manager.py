@@ -147,6 +147,8 @@ class EngineManager:
         """The reason why the engine has failed for good."""
         self.is_user_error = False
         """Whether the reason is an error of the configuration."""
+        self.is_started = False
+        """Whether requests are accepted. From then on, no process ends the engine that some requests do not need."""
         self.on_change: Callable[[EngineState], None] = lambda state: None
         """Called with every new state."""
         self._config, self._hosts = config, hosts or DPCoordinator()

@@ -15,7 +15,8 @@ MediaResult = Literal["loaded", "cached", "refused", "failed"]
 """What became of an item: it was fetched and processed, it was in the cache, the request is wrong, or the server has
 failed.
 """
-MediaState = Literal["loading", "up", "down"]
+MediaState = Literal["loading", "up", "down", "failed"]
+"""down: it has died, and is started again. failed: so has its last start."""
 
 KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 RESULTS: tuple[MediaResult, ...] = get_args(MediaResult)

@@ -292,9 +292,6 @@ IGNORED: dict[str, str] = {
     "all API processes share one cache, in shared memory": "--mm-processor-cache-type=",
     "answers do not depend on where the chunks of a prompt end": "--disable-chunked-mm-input",
     "memory for images is planned, not measured": "--skip-mm-profiling",
-    "ranks share the heads of the tower, or compute all of them if these do not divide; items are not divided": (
-        "--mm-encoder-tp-mode="
-    ),
     "llguidance is the only backend": "--guided-decoding-backend=",
     "it belongs to vLLM's V0 engine": (
         "--disable-async-output-proc --disable-frontend-multiprocessing --max-context-len-to-capture= "
@@ -308,7 +305,7 @@ IGNORED: dict[str, str] = {
 """Flags without effect, by the reason."""
 
 REFUSED: dict[str, str] = {
-    "LoRA adapters are not supported; merge the adapter into the model": "--enable-lora --lora-modules+",
+    "LoRA adapters are not supported; use quire merge": "--enable-lora --lora-modules+",
     "it is not supported; omit it, prefixes are kept in the KV cache of each replica": (
         "--kv-events-config= --kv-transfer-config="
     ),
@@ -380,7 +377,7 @@ default. Those that begin with VLLM_CPU_ have no effect on GPUs."""
 
 VARIABLES_REFUSED: dict[str, str] = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "use --hf-overrides to set max_position_embeddings, and rope_scaling if needed",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "LoRA adapters are not supported; merge the adapter into the model",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "LoRA adapters are not supported; use quire merge",
     "VLLM_CPU_INT4_W4A8": "it is not supported; --quantization int8 also quantizes activations",
     "VLLM_DP_MASTER_IP=127.0.0.1": "use --data-parallel-address",
     "VLLM_DP_MASTER_PORT": "use --data-parallel-rpc-port",

@@ -22,7 +22,7 @@ HEALTH_ROUTES = ("/health", "/health/live", "/health/ready")
 @router.get("/health")
 async def health(state: AppState) -> Response:
     """Check the engine: 200 if the engine loop and every rank of a replica respond, else 503 with the reason. `media`
-    says why requests with images or videos fail, while others do not.
+    says why requests with images or videos wait, and fail after 15 s, while others do not.
     """
     try:
         await state.frontend.probe()

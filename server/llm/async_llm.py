@@ -58,6 +58,7 @@ class AsyncLLM:
         asked, self._server = with_cluster_token(args.options), args.server_options
         self._server.check()
         self.config: EngineConfig = ray_cluster.resolve(asked)
+        self._media = media_settings(self.config, self._server)
         fetch_weights(asked, self.config)
         self._starting: asyncio.Task[Frontend] | None = None
         self._tokenizer: Any = None
@@ -102,7 +103,7 @@ class AsyncLLM:
             formats=replace(ChatFormats.of(self._server), trust_request_chat_template=True),
             log_level=self._server.log_level,
             hosts=await asyncio.to_thread(connect_hosts, self.config),
-            media=media_settings(self.config, self._server),
+            media=self._media,
         )
         try:
             await frontend.ready()

@@ -60,7 +60,7 @@ _UNSUPPORTED = {
     "chat_template_content_format": "it is detected from the chat template",
     "data_parallel_rank": "replicas are chosen by their load and cached prefixes",
     "guided_options_request": "use SamplingParams(structured_outputs=…)",
-    "lora_request": "LoRA adapters are not supported; merge the adapter into the model",
+    "lora_request": "LoRA adapters are not supported; use quire merge",
     **dict.fromkeys(("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids"), "it is a key of a prompt"),
     "prompt_adapter_request": "prompt adapters are not supported",
     "prompt_embeds": "embeddings as prompts are not supported; use texts or token ids",

@@ -26,6 +26,7 @@ from quire.server.media.wire import (
     receive,
 )
 
+_NOT_READY = "the process that loads images and videos is not ready; try again"
 _DIED = "the process that loads images and videos has died; it is restarted, try again"
 _RECONNECT_SECONDS = 0.2
 _ATTEMPTS = 3
@@ -118,7 +119,7 @@ class MediaClient:
             async with asyncio.timeout(self._patience):
                 await self._connected()
         except TimeoutError:
-            raise MediaUnavailable(_DIED) from None
+            raise MediaUnavailable(_NOT_READY) from None
         future = self._waiting[message.id] = asyncio.get_running_loop().create_future()
         try:
             self._send(message)

@@ -24,14 +24,14 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.media import EMBEDS, MAX_ITEMS, MediaData, MediaKind
 from quire.server.client.fair_share import SHARE, FairSlots, Overloaded, Share
 from quire.server.client.media_metrics import MediaMetrics, MediaResult
 from quire.server.media.addresses import parse_url
 from quire.server.media.data_urls import decoded_base64
 from quire.server.media.decoders import Decoders
-from quire.server.media.decoding import Decoded, DecodeOrder, DecoderReady, Refused
+from quire.server.media.decoding import Decoded, DecodeOrder, Refused
 from quire.server.media.download import Fetched
 from quire.server.media.fetcher import FetcherDied
 from quire.server.media.store import Store
@@ -196,7 +196,7 @@ class MediaServer:
         SHARE.set(Share(owner.encode(errors="surrogatepass")))  # whose turns its work takes
         images = [at for at, source in enumerate(sources) if source.kind == "image"]
         among_several = len(images) > 1 or any(source.is_document for source in sources)  # maybe of several pages
-        among_several = among_several and (await self._ready()).counts_images
+        among_several = among_several and (await self.decoders.ready()).counts_images
         found, texts = await self._load_all(sources, owner, among_several)
         if among_several and sum(len(found[at]) for at in images) == 1:
             self.store.drop(digest for digests in found for digest in digests)
@@ -239,7 +239,7 @@ class MediaServer:
 
     async def format(self) -> MediaFormat:
         """Return how prompts refer to items."""
-        return (await self._ready()).format
+        return (await self.decoders.ready()).format
 
     async def serve(self, path: str) -> asyncio.Server:
         """Accept connections of API processes at this socket."""
@@ -249,12 +249,6 @@ class MediaServer:
         """End the processes that work for this one."""
         self.decoders.close()
         await self._fetcher.close()
-
-    async def _ready(self) -> DecoderReady:
-        try:
-            return await self.decoders.ready()
-        except ConfigError as error:
-            raise MediaUnavailable(str(error)) from None
 
     async def _load(self, source: MediaSource, request: _Request) -> list[bytes]:
         """Return the digests of a source's items, which the request holds: one, or a document's pages. Raises

@@ -15,6 +15,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.supervisor import Process, SupervisedProcess, start_process
 from quire.engine.protocol.supervision import Failed, Ready
+from quire.engine.repository.processors import check_processor
 from quire.server.client.engine_manager import EngineManager
 from quire.server.client.media_metrics import MediaMetrics
 from quire.server.client.metrics import media_table
@@ -24,11 +25,16 @@ from quire.server.media.process import MediaProcessArgs
 from quire.server.media.types import MediaSettings
 
 _SHARED_MEMORY = "/dev/shm"
-_LEAST_SHARED_BYTES = 2**30
-"""With less free space in shared memory, items lie in the folder for temporary files."""
+_MAX_FEATURE_BYTES = 2**16
+"""Of an item's arrays, for each feature; few models need more."""
+_NUM_LARGEST_ITEMS = 8
+"""For which there should be space in shared memory, which holds items in at most half of it."""
+_ENOUGH_BYTES = 2**30
+"""However large items may be: free space in shared memory that suffices."""
 _MAX_FAILED_STARTS = 3
 """Failures to start in a row, at the start of the server, after which it gives up."""
-_MAX_RESTART_SECONDS = 10.0
+_MAX_RESTART_SECONDS = 60.0
+_MAX_DOUBLINGS = 16
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +45,13 @@ def check_addresses(options: MediaOptions) -> None:
 
 
 def media_settings(config: EngineConfig, options: MediaOptions) -> MediaSettings | None:
-    """Return the settings of the media process; None: the model takes only text. Raises `ConfigError`."""
+    """Return the settings of the media process; None: the model takes only text. Raises `ConfigError`, also if the
+    model's folder has no processor.
+    """
     check_addresses(options)
     if config.media is None:
         return None
+    check_processor(config.model.path)
     return MediaSettings(
         model=str(config.model.path),
         dtype=config.model.dtype,
@@ -54,6 +63,7 @@ def media_settings(config: EngineConfig, options: MediaOptions) -> MediaSettings
         max_bytes=options.max_media_bytes,
         upload_folder=options.file_storage_path or "",
         embeds=options.enable_mm_embeds,
+        shared_bytes=min(2 * _NUM_LARGEST_ITEMS * _MAX_FEATURE_BYTES * config.media.max_item_features, _ENOUGH_BYTES),
         cache_gb=options.mm_processor_cache_gb,
         processor_kwargs=dict(options.mm_processor_kwargs or {}),
         io_kwargs=dict(options.media_io_kwargs or {}),
@@ -66,10 +76,10 @@ class MediaService(SupervisedProcess):
     """
 
     def __init__(self, manager: EngineManager, settings: MediaSettings) -> None:
-        """Start it. The engine has failed if it cannot start at all."""
+        """Start it. The engine has failed if it cannot start, and the server has not started yet."""
         super().__init__("the media process")
         self._manager, self._settings = manager, settings
-        self._folder = RuntimeFolder(where=_item_folder())
+        self._folder = RuntimeFolder(where=_item_folder(settings.shared_bytes))
         self.path = f"{self._folder.path}/media"
         """The socket for `MediaClient`."""
         self.has_been_ready = False
@@ -89,20 +99,21 @@ class MediaService(SupervisedProcess):
         self._metrics.state = "up"
 
     def on_exit(self, failure: Failed) -> float | None:
-        self._metrics.state = "down"
+        self._metrics.state = "down" if self.is_ready else "failed"
         self._num_failed_starts += not self.is_ready
-        if not self.has_been_ready and (failure.user_error or self._num_failed_starts >= _MAX_FAILED_STARTS):
+        is_hopeless = failure.user_error or self._num_failed_starts >= _MAX_FAILED_STARTS
+        if is_hopeless and not self.has_been_ready and not self._manager.is_started:
             self._manager.fail(failure.reason, user_error=failure.user_error)
             return None
         logger.error("%s; restarting it. Requests with images or videos wait meanwhile", failure.reason)
-        return min(2.0**self._num_failed_starts - 1.0, _MAX_RESTART_SECONDS)
+        return min(2.0 ** min(self._num_failed_starts, _MAX_DOUBLINGS) - 1.0, _MAX_RESTART_SECONDS)
 
 
-def _item_folder() -> str | None:
-    """Shared memory, if there is enough; otherwise None: the folder for temporary files."""
+def _item_folder(least_bytes: int) -> str | None:
+    """Shared memory, if so much is free; otherwise None: the folder for temporary files."""
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(_SHARED_MEMORY).free
-        if free >= _LEAST_SHARED_BYTES and os.access(_SHARED_MEMORY, os.W_OK):
+        if free >= least_bytes and os.access(_SHARED_MEMORY, os.W_OK):
             return _SHARED_MEMORY
         logger.warning(
             "%s has only %d MiB free; images and videos are kept in the folder for temporary files, which may be slower"

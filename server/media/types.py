@@ -127,6 +127,8 @@ class MediaSettings:
     """The folder of uploaded files (see `uploads`); empty: there are none."""
     embeds: bool = False
     """Whether features of images are accepted (--enable-mm-embeds)."""
+    shared_bytes: int = 2**30
+    """With less free space in shared memory, items lie in the folder for temporary files."""
     cache_gb: float = CACHE_GB
     """GiB of processed items in shared memory; those of running requests may have more, up to 1 GiB."""
     processor_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
 from quire.server.client.history import History
+from quire.server.client.media_metrics import MediaState
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import EngineUnavailable, OutputStream
 from quire.server.client.profiler import Profiler
@@ -47,6 +48,12 @@ logger = logging.getLogger(__name__)
 _NO_PARAMS = SamplingParams()
 """Used where nothing is sampled."""
 _CLOSE_POLL_SECONDS = 0.005
+_MEDIA_PROBLEMS: dict[MediaState, str | None] = {
+    "loading": "the media process is starting",
+    "up": None,
+    "down": "the media process is being restarted",
+    "failed": "the media process does not start, and is started again; the log of the server says why",
+}
 
 
 class Frontend:
@@ -171,6 +178,8 @@ class Frontend:
         """
         await self.loaded()
         ready = await self.client.ready()
+        if self._manager is not None:
+            self._manager.is_started = True
         return self._seconds | ready.seconds
 
     async def loaded(self) -> None:
@@ -229,12 +238,10 @@ class Frontend:
 
     @property
     def media_problem(self) -> str | None:
-        """Why requests with images or videos fail at the moment, while others do not; None: they are accepted, or the
-        model takes none.
+        """Why requests with images or videos wait at the moment, and fail after some seconds, while others do not.
+        None: they are accepted, or the model takes none.
         """
-        if (media := self.metrics.media) is None or media.state == "up":
-            return None
-        return "the media process is starting" if media.state == "loading" else "the media process is being restarted"
+        return None if self.metrics.media is None else _MEDIA_PROBLEMS[self.metrics.media.state]
 
     async def resize(self, count: int, drain_seconds: float) -> None:
         """Change the number of replicas (see `EngineManager.resize`), without waiting for replicas that start or drain.

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.media import server as media_server
 from quire.server.media.client import MediaClient
-from quire.server.media.decoding import Decoded, DecodeOrder, Refused
+from quire.server.media.decoding import Decoded, DecodeOrder, DecoderReady, Refused
 from quire.server.media.download import Fetched
 from quire.server.media.server import MediaServer
 from quire.server.media.store import Store
@@ -597,8 +597,24 @@ async def test_work_that_nobody_waits_for_any_more_is_cancelled(host: Host, clie
 
 
 async def test_without_a_media_process_a_client_can_try_again(tmp_path: Path) -> None:
-    with pytest.raises(MediaUnavailable, match="try again"):
+    with pytest.raises(MediaUnavailable, match="is not ready; try again"):
         await MediaClient(str(tmp_path / "absent"), patience=0.3).load([source(b"x")])
+
+
+async def test_clients_are_not_told_why_the_processor_cannot_be_loaded(
+    host: Host, client: MediaClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That is a library's text, with paths of the server; the log has it."""
+
+    async def ready() -> DecoderReady:
+        raise ConfigError("can't load /srv/models/a")
+
+    monkeypatch.setattr(host.server.decoders, "ready", ready)
+    with pytest.raises(MediaUnavailable, match=r"^images and videos cannot be loaded at the moment$"):
+        await client.format()
+    with pytest.raises(MediaUnavailable, match=r"^images and videos cannot be loaded at the moment$"):
+        await client.load([source(picture("tan")), source(picture("plum"))])
+    assert "can't load /srv/models/a" in caplog.text
 
 
 async def test_a_request_of_10_000_items_loads_none(host: Host, client: MediaClient) -> None:

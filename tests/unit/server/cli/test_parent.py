@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from quire.server.cli.takeover import Predecessor
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.metrics import Metrics
 from quire.server.config.server_options import ServerOptions
+from quire.server.media.types import MediaSettings
 from tests.fakes.configs import engine_config
 from tests.fakes.supervised import FakeProcess
 
@@ -64,6 +66,7 @@ class Engine:
         self.levels: list[str] = []
         self.reloads: list[Reload] = []
         self.failure: EngineFailed | None = None
+        self.is_started = False
         self.is_settled, self.is_user_error = True, False
         self.on_change: Callable[[EngineState], None] = lambda state: None
         self.closed_with: list[str] = []
@@ -137,8 +140,9 @@ class Play:
         self.on_start(process)
         return process
 
-    def server(self, **options: Any) -> parent.Server:
-        return parent.Server(engine_config(), ServerOptions(**options), ("demo",), self._listener, {}, DPCoordinator())
+    def server(self, predecessor: Any = None, media: MediaSettings | None = None, **options: Any) -> parent.Server:
+        config, settings = engine_config(), ServerOptions(**options)
+        return parent.Server(config, settings, media, ("demo",), self._listener, {}, DPCoordinator(), predecessor)
 
 
 @pytest.fixture
@@ -391,3 +395,37 @@ def test_a_failed_engine_is_reported_for_a_while(play: Play, capsys: pytest.Capt
     assert process.messages == [EngineFailed("rank 1 was killed by SIGKILL"), Shutdown()]
     assert play._clock.now - process.started_at > parent._FAILURE_SECONDS
     assert capsys.readouterr().err == "quire: error: rank 1 was killed by SIGKILL\n"
+
+
+@pytest.mark.parametrize("has_predecessor", [False, True])
+def test_only_a_predecessor_waits_for_the_media_process(
+    play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_predecessor: bool
+) -> None:
+    """Texts are answered without it; but the predecessor can do everything."""
+    media = SimpleNamespace(path="/media", has_been_ready=False)
+    monkeypatch.setattr(parent, "MediaService", lambda *given: media)
+    begun: list[tuple[bool, bool]] = []
+
+    def on_start(process: ApiProcess) -> None:
+        polls = itertools.count()
+
+        def behave() -> None:
+            process.serve()
+            match next(polls):
+                case 5:
+                    begun.append(("serving demo" in caplog.text, engine_of(server).is_started))
+                    media.has_been_ready = True
+                case 10:
+                    begun.append(("serving demo" in caplog.text, engine_of(server).is_started))
+                    signal.raise_signal(signal.SIGTERM)
+
+        process.on_poll = behave
+
+    play.on_start = on_start
+    ended: list[bool] = []
+    predecessor = SimpleNamespace(end=lambda: ended.append(media.has_been_ready)) if has_predecessor else None
+    server = play.server(predecessor, MediaSettings(model="folder"))
+    with caplog.at_level("INFO", "quire"):
+        assert server.run() == 0
+    assert begun == [(not has_predecessor,) * 2, (True, True)], "from then on, media may fail"
+    assert ended == [True] * has_predecessor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +130,33 @@ def test_the_server_ends_if_it_cannot_start(host: Host, failures: list[Failed | 
     assert len(host.started) == len(failures)
 
 
-def test_its_settings_are_those_of_the_command_line(config: EngineConfig) -> None:
+@pytest.mark.parametrize("failure", [Failed("images are not supported for X", user_error=True), None])
+def test_a_server_that_has_started_goes_on_without_it(host: Host, failure: Failed | None) -> None:
+    """It does, even if the process has never been ready."""
+    host.manager.is_started = True
+    for _ in range(5):
+        host.exit(failure)
+        assert host.state == "failed"
+    host.get_ready()
+    assert host.state == "up"
+    assert host.manager.failure is None
+
+
+def test_it_is_restarted_later_each_time_but_within_a_minute(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_MAX_RESTART_SECONDS", 60.0)
+    host.manager.is_started = True
+    delays = [host.service.on_exit(Failed("it died")) for _ in range(1100)]
+    assert delays == [1, 3, 7, 15, 31, *[60] * 1095]
+
+
+@pytest.fixture
+def with_media(config: EngineConfig, tmp_path: Path) -> EngineConfig:
+    """A model that takes images, with its processor."""
+    (tmp_path / "preprocessor_config.json").touch()
+    return replace(config, media=MEDIA, model=replace(config.model, path=tmp_path))
+
+
+def test_its_settings_are_those_of_the_command_line(config: EngineConfig, with_media: EngineConfig) -> None:
     options = MediaOptions(
         media_fetch=False,
         allowed_local_media_path="/media",
@@ -140,23 +167,57 @@ def test_its_settings_are_those_of_the_command_line(config: EngineConfig) -> Non
         mm_processor_cache_gb=2.0,
     )
     assert media_settings(config, options) is None  # it takes only text
-    half = replace(config, media=MEDIA, model=replace(config.model, dtype="float16"))
+    half = replace(with_media, model=replace(with_media.model, dtype="float16"))
     assert media_settings(half, options) == MediaSettings(
-        model=str(config.model.path),
+        model=str(half.model.path),
         dtype="float16",
         fetch=False,
         allowed_local_path="/media",
         fetch_timeout=3.0,
         max_bytes=5,
+        shared_bytes=2**20,
         cache_gb=2.0,
         processor_kwargs={"max_pixels": 7},
         io_kwargs={"video": {"fps": 1}},
     )
 
 
-def test_domains_and_networks_are_what_the_fetcher_takes(config: EngineConfig) -> None:
+@pytest.mark.parametrize(
+    ("max_item_features", "free_mib", "is_shared"),
+    [(49, 64, True), (49, 48, False), (16_384, 1023, False), (16_384, 1024, True)],  # 49: the bundled model's
+)
+def test_items_lie_in_shared_memory_if_the_largest_ones_fit(
+    with_media: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    max_item_features: int,
+    free_mib: int,
+    is_shared: bool,
+) -> None:
+    """Containers have 64 MiB by default (docker run)."""
+    media = replace(MEDIA, max_item_features=max_item_features)
+    settings = media_settings(replace(with_media, media=media), MediaOptions())
+    assert settings is not None
+    monkeypatch.setattr(
+        "quire.server.media.service.shutil.disk_usage", lambda path: SimpleNamespace(free=free_mib * 2**20)
+    )
+    assert (service._item_folder(settings.shared_bytes) == "/dev/shm") == is_shared
+    assert ("MiB free" in caplog.text) == (not is_shared)
+
+
+def test_a_model_without_a_processor_is_refused_at_once(with_media: EngineConfig) -> None:
+    (with_media.model.path / "preprocessor_config.json").rename(with_media.model.path / "processor_config.json")
+    assert media_settings(with_media, MediaOptions())
+    (with_media.model.path / "processor_config.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"no processor of images, preprocessor_config.json or .*--language-model-only"
+    ):
+        media_settings(with_media, MediaOptions())
+
+
+def test_domains_and_networks_are_what_the_fetcher_takes(with_media: EngineConfig) -> None:
     for domain in ("images.example", "*.images.example", "::1", "192.168.1.1"):
-        assert media_settings(replace(config, media=MEDIA), MediaOptions(allowed_media_domains=(domain,)))
+        assert media_settings(with_media, MediaOptions(allowed_media_domains=(domain,)))
     for options in (MediaOptions(allowed_media_domains=("a b",)), MediaOptions(allowed_media_networks=("10.0.0.1/8",))):
         with pytest.raises(ConfigError, match="--allowed-media-"):
-            media_settings(config, options)
+            media_settings(with_media, options)

@@ -69,6 +69,7 @@ def config(tmp_path: Path) -> EngineConfig:
     backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in (IMAGE, VIDEO)])
     backend.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "processor_config.json").touch()
     spec = media_spec(backend.token_to_id(IMAGE), backend.token_to_id(VIDEO))
     config = engine_config(
         max_model_len=fake_core.MAX_MODEL_LEN,
