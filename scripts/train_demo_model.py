@@ -1,37 +1,41 @@
-"""Train the bundled demo model: tokenizer, chat template and a small Llama, from the text in demo_chats.
+"""Train the bundled demo model: tokenizer, chat template and a small Llama, from the text in demo_chats; then its eyes.
 
-    python scripts/train_demo_model.py                 # under 20 minutes on two cores
+    python scripts/train_demo_model.py                 # the text model: under 20 minutes on two cores
+    python scripts/train_demo_model.py --eyes          # adds a tower for pictures (demo_eyes): about 80 minutes
     python scripts/train_demo_model.py --draft         # its draft model, distilled from it
     python scripts/train_demo_model.py --score-only    # score the existing folder
 
 The score is measured with held-out chats (demo_chats.held_out) on the saved folder, with weights rounded to bfloat16,
 computation in float32 and greedy decoding. A reply is correct if it equals the expected one character for character:
 the topic's answer, the JSON object, or the tool call with its arguments. Tool calls about cities that no tool call of
-training mentions are counted separately: they measure copying, not wordings.
+training mentions are counted separately: they measure copying, not wordings. So are questions about pictures
+(demo_pictures.held_out), with the pictures as transformers' processor makes them of PNG files.
 
 The draft model learns the demo model's distribution of each next token, on the same text. It is scored by how often its
 most likely token is the demo model's, in the answers of the held-out chats.
 """
 
 import argparse
-import math
+import json
 import random
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import demo_eyes
 import torch
 from demo_chats import CITIES, NEW_CITIES, Chat, Chats, held_out
+from demo_pictures import held_out as held_out_pictures
+from demo_training import Batch, answers_batch, optimizers_of, render, targets, train
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
-from torch.nn import functional
 from tqdm import tqdm
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
@@ -43,7 +47,6 @@ from transformers import (
 DEMO = Path(__file__).resolve().parent.parent / "engine" / "models" / "demo"
 DRAFT = DEMO.with_name("demo_draft")
 VOCABULARY = 3072
-THREADS = 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 # Capitalized words and digits are split from the space before them, so that a name or number has the same tokens
@@ -54,7 +57,9 @@ CHAT_TEMPLATE = r"""
 {%- macro text(content) -%}
 {%- if content is string -%}{{ content }}
 {%- elif content is iterable -%}
-{%- for part in content -%}{%- if part.type == 'text' -%}{{ part.text }}{%- endif -%}{%- endfor -%}
+{%- for part in content -%}
+{%- if part.type == 'text' -%}{{ part.text }}{%- elif part.type == 'image' -%}{{ '<|image|>' }}{%- endif -%}
+{%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}
 {%- set first = 1 if messages and messages[0].role in ['system', 'developer'] else 0 -%}
@@ -105,12 +110,17 @@ def train_tokenizer(chats: Chats) -> PreTrainedTokenizerFast:
     texts = [str(chat.messages) + str(chat.tools or "") for chat in (chats.sample() for _ in range(12000))]
     names = [f"{city} {country}" for city, country in CITIES]
     tokenizer.train_from_iterator(texts + 100 * names, trainer)
+    # Byte 0xFF is in no UTF-8 text, so its token can stand for pictures.
+    state = json.loads(tokenizer.to_str())
+    state["model"]["vocab"][demo_eyes.TOKEN] = state["model"]["vocab"].pop("ÿ")
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.add_special_tokens([AddedToken(demo_eyes.TOKEN, normalized=False)])
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>", demo_eyes.TOKEN],
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
@@ -152,26 +162,10 @@ def _build(tokenizer: PreTrainedTokenizerBase, layers: int, heads: int) -> Llama
     return model
 
 
-def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, messages: int, prompt: bool = False) -> str:
-    """The first `messages` messages of a chat as text, ready for an answer if `prompt`."""
-    text = tokenizer.apply_chat_template(
-        chat.messages[:messages], tools=list(chat.tools or []) or None, tokenize=False, add_generation_prompt=prompt
-    )
-    return str(text)
-
-
-def targets(ids: list[int], opening: list[int], end: int) -> list[bool]:
-    """The mask of tokens to learn: all tokens after each `opening` up to and including the `end` token."""
-    mask, inside = [False] * len(ids), False
-    for at in range(len(opening), len(ids)):
-        inside = inside or ids[at - len(opening) : at] == opening
-        mask[at] = inside
-        inside = inside and ids[at] != end
-    return mask
-
-
-def batches(chats: Chats, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of at most `tokens` tokens, grouped by length: ids and targets, both `[chats, length]`."""
+def batches(
+    model: Any, chats: Chats, tokenizer: PreTrainedTokenizerBase, tokens: int, teacher: Any = None
+) -> Iterator[list[Batch]]:
+    """Yield batches of at most `tokens` tokens, grouped by length."""
     opening = tokenizer.encode("<|im_start|>assistant\n")
     end, raw_end = int(tokenizer.eos_token_id), int(tokenizer.pad_token_id)
     while True:
@@ -189,93 +183,19 @@ def batches(chats: Chats, tokenizer: PreTrainedTokenizerBase, tokens: int) -> It
         chats.rng.shuffle(groups)
         for group in groups:
             width = max(len(ids) for ids, _ in group)
-            yield (
-                torch.tensor([ids + [raw_end] * (width - len(ids)) for ids, _ in group]),
-                torch.tensor([mask + [False] * (width - len(mask)) for _, mask in group]),
-            )
+            padded = torch.tensor([ids + [raw_end] * (width - len(ids)) for ids, _ in group])
+            wanted = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in group])
+            yield [answers_batch(model, padded, wanted, teacher=teacher)]
 
 
-def gradients(
-    model: LlamaForCausalLM, ids: Tensor, mask: Tensor, total: int, teacher: LlamaForCausalLM | None
-) -> tuple[float, tuple[Tensor, ...]]:
-    """Summed cross entropy of the targets in `ids`, or of the teacher's distributions at their places, divided by
-    `total`, and its gradients in parameter order.
-
-    The head runs on the positions of targets only.
-    """
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    wanted = mask[:, 1:]
-    logits, goals = model.lm_head(hidden[wanted]), ids[:, 1:][wanted]
-    if teacher is not None:
-        with torch.no_grad():
-            known = teacher.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-            goals = teacher.lm_head(known[wanted]).softmax(-1)
-    loss = functional.cross_entropy(logits, goals, reduction="sum") / total
-    return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
+def load(folder: Path) -> Any:
+    """The model in a folder, with eyes or without; float32."""
+    has_eyes = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+    loader: Any = AutoModelForImageTextToText if has_eyes else AutoModelForCausalLM
+    return loader.from_pretrained(folder, dtype=torch.float32)
 
 
-def backward(
-    model: LlamaForCausalLM, pool: ThreadPoolExecutor, ids: Tensor, mask: Tensor, teacher: LlamaForCausalLM | None
-) -> float:
-    """Set the gradients of one batch and return its loss.
-
-    Each thread of `pool` computes part of the batch. The threads synchronize once per step instead of once per
-    operation, which is faster, especially when other programs share the cores.
-    """
-    total = int(mask[:, 1:].sum())
-    parts = zip(ids.chunk(THREADS), mask.chunk(THREADS), strict=True)
-    work = [pool.submit(gradients, model, *part, total, teacher) for part in parts]
-    losses, grads = zip(*[each.result() for each in work], strict=True)
-    for weight, *shares in zip(model.parameters(), *grads, strict=True):
-        weight.grad = torch.stack(shares).sum(0)
-    return float(sum(losses))
-
-
-def rate(progress: float) -> float:
-    """Learning rate relative to its peak at `progress` in 0..1: a short warm-up, then cosine decay to zero."""
-    return min(1.0, progress / 0.03) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def optimizers_of(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers (it needs far fewer steps here), AdamW for embedding and norms."""
-    matrices = [weight for weight in model.model.layers.parameters() if weight.dim() == 2]
-    others = [weight for weight in model.model.layers.parameters() if weight.dim() == 1]
-    others += [model.model.embed_tokens.weight, model.model.norm.weight]
-    muon = torch.optim.Muon(matrices, lr=3e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.97), weight_decay=0.0, fused=True)]
-
-
-def train(
-    model: LlamaForCausalLM,
-    data: Iterator[tuple[Tensor, Tensor]],
-    steps: int,
-    minutes: float | None,
-    teacher: LlamaForCausalLM | None = None,
-) -> None:
-    """Train for `steps` steps or, if given, for `minutes` of wall-clock time (then runs are not reproducible)."""
-    optimizers = optimizers_of(model)
-    peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    start, step, progress, smooth = time.monotonic(), 0, 0.0, 0.0
-    torch.set_num_threads(1)
-    pool = ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,))
-    with pool, tqdm(total=1.0, desc="train", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}") as bar:
-        while progress < 1:
-            for group, peak in peaks:
-                group["lr"] = peak * rate(progress + 1e-3)
-            loss = backward(model, pool, *next(data), teacher)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            step, smooth = step + 1, loss if not step else 0.95 * smooth + 0.05 * loss
-            progress = (time.monotonic() - start) / (60 * minutes) if minutes else step / steps
-            bar.update(min(1.0, progress) - bar.n)
-            bar.set_postfix_str(f"step {step}, loss {smooth:.3f}")
-    torch.set_num_threads(THREADS)
-
-
-def save(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, output: Path, *, with_tokenizer: bool = True
-) -> None:
+def save(model: Any, tokenizer: PreTrainedTokenizerBase, output: Path, *, with_tokenizer: bool = True) -> None:
     """Write the folder to a temporary location and move it into place; weights are rounded to bfloat16."""
     output.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=".demo-", dir=output.parent))
@@ -284,11 +204,15 @@ def save(
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
     )
+    for part in model.config.sub_configs:
+        getattr(model.config, part).dtype = torch.bfloat16
     model.bfloat16().save_pretrained(fresh)
     if with_tokenizer:
-        tokenizer.save_pretrained(fresh)
+        (demo_eyes.processor(tokenizer) if hasattr(model.config, "vision_config") else tokenizer).save_pretrained(fresh)
         settings = fresh / "tokenizer_config.json"
-        settings.write_text(settings.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+        values = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        kept = {name: value for name, value in values.items() if name not in ("is_local", "local_files_only")}
+        settings.write_text(json.dumps(kept, indent=2) + "\n")
     for file in fresh.iterdir():
         file.chmod(0o644)
     if output.exists():
@@ -301,11 +225,13 @@ def save(
 
 
 @torch.inference_mode()
-def replies(model: Any, tokenizer: Any, prompts: list[str]) -> Iterator[str]:
-    """Greedy answers to rendered prompts."""
+def replies(model: Any, tokenizer: Any, prompts: list[str], images: list[Any] | None = None) -> Iterator[str]:
+    """Greedy answers to rendered prompts; with `images`, each has one."""
     tokenizer.padding_side = "left"
+    process = tokenizer if images is None else demo_eyes.processor(tokenizer)
     for at in tqdm(range(0, len(prompts), 32), desc="score"):
-        inputs = tokenizer(prompts[at : at + 32], padding=True, return_tensors="pt")
+        seen = {} if images is None else {"images": images[at : at + 32]}
+        inputs = process(text=prompts[at : at + 32], **seen, padding=True, return_tensors="pt")
         tokens = model.generate(**inputs, do_sample=False, max_new_tokens=120)
         for row in tokens[:, inputs["input_ids"].shape[1] :]:
             yield tokenizer.decode(row, skip_special_tokens=True)
@@ -313,13 +239,19 @@ def replies(model: Any, tokenizer: Any, prompts: list[str]) -> Iterator[str]:
 
 def score(folder: Path) -> float:
     """Print wrong replies and the score of each kind of held-out chat; return the share of correct replies."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
     chats = sorted(held_out(), key=lambda chat: chat.kind)
     prompts = [render(tokenizer, chat, len(chat.messages) - 1, prompt=True) for chat in chats]
+    answers = list(replies(model, tokenizer, prompts))
+    if hasattr(model.config, "vision_config"):
+        pictures = sorted(held_out_pictures(), key=lambda picture: picture.kind)
+        asked = [demo_eyes.chat(picture) for picture in pictures]
+        questions = [render(tokenizer, chat, 1, prompt=True) for chat in asked]
+        answers += replies(model, tokenizer, questions, [picture.image for picture in pictures])
+        chats, prompts = chats + asked, prompts + questions
     right: dict[str, list[bool]] = {}
     failed: list[str] = []
-    for chat, prompt, reply in zip(chats, prompts, replies(model, tokenizer, prompts), strict=True):
+    for chat, prompt, reply in zip(chats, prompts, answers, strict=True):
         full = render(tokenizer, chat, len(chat.messages))
         wanted = full.removeprefix(prompt).removesuffix("<|im_end|>\n")
         right.setdefault(chat.kind, []).append(reply == wanted)
@@ -328,7 +260,11 @@ def score(folder: Path) -> float:
     print("\n".join(failed))
     for kind, marks in right.items():
         print(f"held-out {kind}: {sum(marks)} of {len(marks)}{' (not in the score)' * (kind == NEW_CITIES)}")
-    scored = [mark for kind, marks in right.items() if kind != NEW_CITIES for mark in marks]
+    seen = [mark for kind, marks in right.items() if kind.startswith(demo_eyes.KIND) for mark in marks]
+    if seen:
+        print(f"pictures: {sum(seen)} of {len(seen)} correct = {sum(seen) / len(seen):.1%}")
+    others = {kind: marks for kind, marks in right.items() if not kind.startswith(demo_eyes.KIND)}
+    scored = [mark for kind, marks in others.items() if kind != NEW_CITIES for mark in marks]
     print(f"held-out score: {sum(scored)} of {len(scored)} correct = {sum(scored) / len(scored):.1%}")
     return sum(scored) / len(scored)
 
@@ -340,7 +276,7 @@ def agreement(draft: Path, folder: Path) -> float:
     At temperature 1 with the same Gumbel noise, and, for comparison, with rejection sampling.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    models = [AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, draft)]
+    models = [load(each) for each in (folder, draft)]
     opening, end = tokenizer.encode("<|im_start|>assistant\n"), int(tokenizer.eos_token_id)
     generator = torch.Generator().manual_seed(0)
     shares = []
@@ -362,53 +298,74 @@ def agreement(draft: Path, folder: Path) -> float:
 
 def ask(folder: Path, question: str) -> str:
     """The model's greedy answer to one question."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
     prompt = render(tokenizer, Chat([{"role": "user", "content": question}]), 1, prompt=True)
     return next(replies(model, tokenizer, [prompt]))
 
 
+def train_text(arguments: argparse.Namespace) -> None:
+    """Train the tokenizer and the model without eyes."""
+    tokenizer = train_tokenizer(Chats(arguments.seed + 1))
+    model = build_model(tokenizer)
+    data = batches(model, Chats(arguments.seed, practice=10000), tokenizer, tokens=2048)
+    train(optimizers_of(model.named_parameters()), data, arguments.steps or 2800, arguments.minutes)
+    save(model, tokenizer, arguments.output)
+
+
 def train_draft(arguments: argparse.Namespace) -> None:
     """Distill the demo model."""
-    torch.manual_seed(arguments.seed)
-    random.seed(arguments.seed)
-    start = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    teacher: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    model, chats = build_draft(tokenizer), Chats(arguments.seed, practice=10000)
-    train(model, batches(chats, tokenizer, tokens=2048), arguments.steps, arguments.minutes, teacher)
+    model = build_draft(tokenizer)
+    data = batches(model, Chats(arguments.seed, practice=10000), tokenizer, tokens=2048, teacher=load(DEMO))
+    train(optimizers_of(model.named_parameters()), data, arguments.steps or 2800, arguments.minutes)
     save(model, tokenizer, arguments.output, with_tokenizer=False)
-    size = sum(file.stat().st_size for file in arguments.output.iterdir())
-    print(f"trained in {(time.monotonic() - start) / 60:.1f} minutes; {arguments.output}: {size / 1e6:.2f} MB")
+
+
+def train_eyes(arguments: argparse.Namespace) -> None:
+    """Add a tower to the model in the output folder, or train its tower again, in the three parts of `demo_eyes`, whose
+    shares of the time are 0.15, 0.55 and twice 0.15; --steps are those of the second part.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(arguments.output)
+    if demo_eyes.TOKEN not in tokenizer.get_vocab():
+        raise SystemExit(f"{arguments.output}: the tokenizer has no {demo_eyes.TOKEN}; train the text model again")
+    before = load(arguments.output)
+    model: Any = demo_eyes.build(before, tokenizer)
+    tower, answers, last = (arguments.minutes and share * arguments.minutes for share in (0.15, 0.55, 0.15))
+    steps = arguments.steps or 4000
+    drawings = [demo_eyes.Drawings(arguments.seed + at, tokenizer, count).stream() for at, count in enumerate((32, 16))]
+    demo_eyes.train_tower(model, drawings[0], 3 * steps // 8, tower)
+    chats = Chats(arguments.seed, practice=10000)
+    texts = [render(tokenizer, chat, len(chat.messages)) for chat in (chats.sample() for _ in range(3000))]
+    texts += [chats.raw_text() for _ in range(300)]
+    with demo_eyes.protected(model.model.language_model, tokenizer, texts):
+        demo_eyes.train_answers(model, drawings[1], steps, answers)
+    known = batches(model, chats, tokenizer, tokens=1024, teacher=before)
+    demo_eyes.train_all(model, drawings[1], known, steps // 4, last)
+    save(model, tokenizer, arguments.output)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draft", action="store_true", help="train the draft model of the existing demo model")
+    parser.add_argument("--eyes", action="store_true", help="train a tower for the existing model")
     parser.add_argument("--output", type=Path, help="the model folder")
-    parser.add_argument("--steps", type=int, default=2800, help="training steps of about 2,000 tokens")
+    parser.add_argument("--steps", type=int, help="training steps, of about 2,000 tokens for texts")
     parser.add_argument("--minutes", type=float, help="train for this wall-clock time instead of --steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--score-only", action="store_true", help="score the existing folder")
     arguments = parser.parse_args()
     arguments.output = arguments.output or (DRAFT if arguments.draft else DEMO)
-    if arguments.draft:
-        if not arguments.score_only:
-            train_draft(arguments)
-        agreement(arguments.output, DEMO)
-        return
     if not arguments.score_only:
         torch.manual_seed(arguments.seed)
         random.seed(arguments.seed)
         start = time.monotonic()
-        tokenizer = train_tokenizer(Chats(arguments.seed + 1))
-        model = build_model(tokenizer)
-        chats = Chats(arguments.seed, practice=10000)
-        train(model, batches(chats, tokenizer, tokens=2048), arguments.steps, arguments.minutes)
-        save(model, tokenizer, arguments.output)
+        (train_draft if arguments.draft else train_eyes if arguments.eyes else train_text)(arguments)
         size = sum(file.stat().st_size for file in arguments.output.iterdir())
         print(f"trained in {(time.monotonic() - start) / 60:.1f} minutes; {arguments.output}: {size / 1e6:.2f} MB")
+    if arguments.draft:
+        agreement(arguments.output, DEMO)
+        return
     question = "How do I serve a model on two nodes with 8 GPUs each?"
     print(f"{question}\n  {ask(arguments.output, question)}")
     score(arguments.output)

@@ -324,7 +324,7 @@ def _memory_group(name: str) -> Iterator[Path | None]:
 def _write_experts(folder: Path) -> Path:
     """A small random mixture of experts, with the demo model's tokenizer."""
     architecture, changes = CASES["Mixtral"]
-    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["text_config"]["vocab_size"]
     sizes = {"num_local_experts": 8, "vocab_size": vocabulary, "max_position_embeddings": 1024, "sliding_window": None}
     write_model(architecture, SIZES | changes | sizes, folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -19,7 +19,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire import LLM
-from quire.server.client.output_stream import EngineUnavailable
+from quire.engine.protocol.errors import ConfigError
 from tests.e2e.serving import Server, serve
 from tests.fakes.vision import write_qwen2_vl
 
@@ -79,9 +79,9 @@ def health(server: Server) -> Any:
 
 
 def test_items_are_counted_and_the_page_knows_what_the_model_takes(server: Server) -> None:
-    assert httpx.get(f"{server.url}/ui/state").json()["media"] == {"kinds": ["image", "video"], "problem": None}
     red = image(picture("red"))
     assert ask(server, red).status_code == 200
+    assert httpx.get(f"{server.url}/ui/state").json()["media"] == {"kinds": ["image", "video"], "problem": None}
     assert ask(server, red, red).status_code == 200
     refused = ask(server, image("data:image/png;base64,AAAA"))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].content[0].image_url")
@@ -150,7 +150,7 @@ def test_a_program_gets_one_too_unless_it_takes_only_text(folder: Path, tmp_path
     assert processes() == []
     (folder / "preprocessor_config.json").rename(tmp_path / "preprocessor_config.json")
     try:
-        with pytest.raises(EngineUnavailable, match=r"images are not supported for qwen2_vl: .* --language-model"):
+        with pytest.raises(ConfigError, match=r"has no processor of images, .* --language-model-only"):
             LLM(str(folder), device="cpu", dtype="float32")
         llm = LLM(str(folder), device="cpu", dtype="float32", language_model_only=True)
         assert processes() == []

@@ -366,7 +366,7 @@ def test_the_example() -> None:
 def write_mixture(folder: Path) -> None:
     """A small mixture of experts with random weights, and the demo model's tokenizer."""
     architecture, changes = CASES["Mixtral"]
-    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["text_config"]["vocab_size"]
     write_model(architecture, SIZES | changes | {"num_local_experts": 8, "vocab_size": vocabulary}, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((DEMO_MODEL / name).read_bytes())

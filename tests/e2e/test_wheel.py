@@ -1,8 +1,9 @@
 """The wheel suffices: it is built, installed in an environment with its requirements, and asked the README's
-question."""
+questions."""
 
 from __future__ import annotations
 
+import base64
 import os
 import platform
 import re
@@ -27,6 +28,7 @@ from tests.e2e.test_openai import NODES
 from tests.fakes import kept_objects
 from tests.unit.test_packages import FILES, ROOT
 
+SHAPES = "What is in this picture?"
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -109,11 +111,26 @@ def test_an_environment_with_what_it_requires_answers_the_question_of_the_readme
 
     no_compiler = {"CXX": "there-is-none", "QUIRE_KERNEL_CACHE": str(elsewhere / "kernels")}
     with serve(program=[quire], cwd=elsewhere, env=OWN_ENVIRONMENT | no_compiler) as server:
-        chat = {"messages": [{"role": "user", "content": NODES}], "temperature": 0}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).raise_for_status().json()
+        picture = base64.b64encode((ROOT / "docs/pictures/shapes.png").read_bytes()).decode()
+        parts = [
+            {"type": "text", "text": SHAPES},
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
+        ]
+        text, seen = (
+            httpx.post(
+                f"{server.url}/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": content}], "temperature": 0},
+                timeout=60,
+            )
+            .raise_for_status()
+            .json()["choices"][0]["message"]["content"]
+            for content in (NODES, parts)
+        )
     readme = (ROOT / "README.md").read_text()
     assert f'"content": "{NODES}"' in readme
-    assert f'"content": "{answer["choices"][0]["message"]["content"]}"' in readme
+    assert f'"content": "{text}"' in readme
+    assert f'"text": "{SHAPES}"' in readme
+    assert f"The answer is `{seen}`" in readme
 
     log = "".join(server.lines)
     assert f"from {environment.resolve()}/" in log, "another installation served"
