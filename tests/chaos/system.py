@@ -206,11 +206,13 @@ class System:
     # --- processes ----------------------------------------------------------------------------------------------
 
     def processes(self, prefix: str = "") -> list[psutil.Process]:
-        """Its living processes with such names, or all, in a fixed order."""
+        """Its living processes with such names, or all, in a fixed order. Decoders and fetchers do not inherit the
+        environment: their parents have the mark."""
         found = []
         for each in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if each.environ().get(_MARK) == str(self.tmp) and (name := _name(each)).startswith(prefix):
+                is_own = any(own.environ().get(_MARK) == str(self.tmp) for own in (each, *each.parents()))
+                if is_own and (name := _name(each)).startswith(prefix):
                     found.append((name, each.pid, each))
         return [each for _, _, each in sorted(found)]
 
