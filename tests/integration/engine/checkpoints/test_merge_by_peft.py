@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from tests.fakes import families
 from tests.fakes.checkpoints import TEXT_PARTS
 from tests.fakes.families import SIZES, write_model
 
-peft: Any = pytest.importorskip("peft")
+peft: Any = importlib.import_module("peft")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 """PEFT warns of much, also of its own use of transformers."""
 
