@@ -17,16 +17,53 @@
 #include <initializer_list>
 #include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 // Registers the function `name` as the operation torch.ops.quire.name. The schema gives its arguments and results.
 #define QUIRE_OPERATION(name, schema)                              \
   STABLE_TORCH_LIBRARY_FRAGMENT(quire, m) { m.def(#name schema); } \
-  STABLE_TORCH_LIBRARY_IMPL(quire, CPU, m) { m.impl(#name, TORCH_BOX(&name)); }
+  STABLE_TORCH_LIBRARY_IMPL(quire, CPU, m) { m.impl(#name, TORCH_BOX(&quire::Operation<&name>::call)); }
 
 // What kernels of the second library need of the first one: see compiler.py.
 #define QUIRE_EXPORT __attribute__((visibility("default")))
+
+namespace quire {
+
+// An argument `str` as the caller of `Operation` passes it.
+struct Text : std::string {};
+
+// `function`, with a `Text` for each `std::string_view`: up to torch 2.13, the headers' conversion to a `std::string`
+// leaks one at each call (https://github.com/pytorch/pytorch/issues/191340).
+template <auto function>
+struct Operation;
+
+template <typename Result, typename... Arguments, Result (*function)(Arguments...)>
+struct Operation<function> {
+  static Result call(std::conditional_t<std::is_same_v<Arguments, std::string_view>, Text, Arguments>... arguments) {
+    return function(arguments...);
+  }
+};
+
+}  // namespace quire
+
+template <>
+struct torch::stable::detail::ToImpl<quire::Text> {
+  // The other arguments depend on torch's version: none is needed.
+  static quire::Text call(StableIValue value, auto...) {
+    const auto handle = to<StringHandle>(value);
+    const char* data;
+    size_t length;
+    TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    quire::Text text{std::string(data, length)};
+    TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
+  }
+};
 
 namespace quire {
 

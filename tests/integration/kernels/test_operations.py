@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 
@@ -287,3 +288,28 @@ def test_write_kv_touches_its_slots_only(block_size: int) -> None:
         assert torch.equal(cache[1, 1, block, :, offset], value[token])
     assert not cache[0].any()
     assert cache.count_nonzero() <= math.prod(key.shape) * 2
+
+
+class _MallocInfo(ctypes.Structure):
+    """mallinfo2(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
+            *("uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+@platforms_only
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library is not glibc")
+def test_a_call_leaves_nothing_in_memory() -> None:
+    """torch's own conversion of the activation's name did."""
+    libc, x, used = ctypes.CDLL(None), torch.randn(1, 8), list[int]()
+    libc.mallinfo2.restype = _MallocInfo
+    for count in (100, 5000):
+        for _ in range(count):
+            kernels.act_mul(x, "silu")
+        used.append(libc.mallinfo2().uordblks)
+    assert used[1] - used[0] < 100_000
