@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import weakref
@@ -12,6 +13,8 @@ from quire.engine.protocol.media import MediaItem
 
 _DESCRIPTORS = 65536
 """Files that may be open at once, if the hard limit allows it."""
+_RESERVE = 64
+"""File descriptors that are left to the rest of the process, such as a rank that reads the files."""
 
 
 def raise_limit() -> None:
@@ -31,6 +34,9 @@ def keep_open(item: MediaItem) -> MediaItem:
     if item.data is None or not item.data.path:
         return item
     file = os.open(item.data.path, os.O_RDONLY | os.O_CLOEXEC)
+    if file >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVE:  # the kernel gives out the lowest one
+        os.close(file)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     data = msgspec.structs.replace(item.data, path=f"/proc/{os.getpid()}/fd/{file}")
     weakref.finalize(data, os.close, file).atexit = False
     return msgspec.structs.replace(item, data=data)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -218,24 +217,26 @@ def _fill(descriptor: int, data: bytes) -> None:
 
 
 async def _end(pid: int) -> None:
-    """Kill a process, and wait until none of its threads can write any more. Raises `MediaUnavailable`."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    """Kill a process, and wait until none of its threads can write any more. Raises `MediaUnavailable`.
+
+    Its descriptor says so at once. To ask /proc about a process that ends may take the kernel many milliseconds.
+    """
+    descriptor, loop, has_ended = None, asyncio.get_running_loop(), asyncio.Event()
     try:
+        os.kill(pid, signal.SIGKILL)  # first: there may be no descriptor left
+        descriptor = os.pidfd_open(pid)
+        loop.add_reader(descriptor, has_ended.set)
         async with asyncio.timeout(_END_SECONDS):
-            while not _has_ended(pid):
-                await asyncio.sleep(0.001)
-    except TimeoutError:
+            await has_ended.wait()
+    except ProcessLookupError:
+        return
+    except OSError as error:  # also if it does not end in time
+        logger.warning("whether a decoding process has ended is not known: %r", error)
         raise MediaUnavailable("images and videos cannot be decoded at the moment; try again") from None
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether all threads of a process are gone or zombies (proc(5))."""
-    try:
-        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except (FileNotFoundError, ProcessLookupError):
-        return False  # one has just ended
-    return all(stat.rpartition(")")[2].split()[0] in "ZX" for stat in stats)
+    finally:
+        if descriptor is not None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
 
 
 def _is_valid(answer: Decoded, order: DecodeOrder, layouts: Mapping[str, ItemLayout]) -> bool:

@@ -22,7 +22,7 @@ from quire.engine.process import current_process, log
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.supervision import Failed, Ready, Reload, SetLogLevel, Shutdown
+from quire.engine.protocol.supervision import Failed, Ready, Reload, SetLogLevel, Shutdown, ToProcess
 from quire.server.client.media_metrics import MediaMetrics
 from quire.server.media.types import MediaSettings
 
@@ -66,22 +66,17 @@ async def _serve(args: MediaProcessArgs, connection: SupervisorConnection) -> in
         connection.beat()
         loop.call_later(HEARTBEAT_SECONDS, beat)
 
-    def receive() -> None:
-        try:
-            message = connection.receive()
-        except EOFError:
-            message = Shutdown()
+    def receive(message: ToProcess) -> None:
         match message:
             case SetLogLevel(level):
                 log.set_level(level)
             case Reload(log_config, level):
                 log.reload(log_config, level)
             case Shutdown():
-                loop.remove_reader(connection)
                 ended.set()
 
     beat()
-    loop.add_reader(connection, receive)
+    connection.listen(receive)
     fetcher = Fetcher(
         FetchSettings(
             is_allowed=settings.fetch,

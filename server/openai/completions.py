@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -129,12 +130,12 @@ class CompletionRequest(GenerationRequest):
 @router.post("/v1/completions", dependencies=[MayChooseReplica])
 async def completions(body: CompletionRequest, request: Request, state: AppState) -> Response:
     """Complete one or more prompts."""
-    model = state.check_model(body.model)
+    model, adapter = await state.find_model(body.model)
     processed: _ProcessedCompletion = await body.process(state.frontend)
     completion, echoes = processed
     tokenizer, prompts = state.frontend.input_processor.tokenizer, completion.prompts
     request_id = body.response_id("cmpl")
-    generation = state.frontend.generate(request_id, completion)
+    generation = state.frontend.generate(request_id, replace(completion, adapter=adapter))
     formatter = _CompletionFormatter(tokenizer, body, prompts, echoes, body.names_tokens_by_id(state))
     usage = Usage(prompts, completion.params.n, completion.media)
     response = GenerationResponse(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import gzip
 import io
@@ -54,6 +55,7 @@ from quire.engine.protocol.supervision import (
     ReplicaStarting,
     ReplicaUp,
 )
+from quire.server.client import engine_client
 from quire.server.client.engine_client import DATA_PARALLEL_RANK, EngineClient, QueueFull
 from quire.server.client.engine_manager import EngineManager
 from quire.server.client.metrics import Metrics
@@ -249,13 +251,41 @@ async def test_images_for_other_hosts_travel_with_their_data(tmp_path: Path) -> 
         await engine.cores[1].hear(Join)
         moved = [await engine.cores[1].hear(EngineCoreRequest) for _ in "ac"]
         assert sorted(each.request_id for each in moved) == ["a", "c"]
-        with pytest.raises(RequestFailed, match="cannot be read: No such file"):
+        with pytest.raises(EngineUnavailable, match="cannot be read now: No such file"):
             await whole(streams["b"])
         assert engine.client.num_open == 2
         engine.client.submit([("d", [1], LONG)], media=[[items[0]]]).close()
         await asyncio.gather(*engine.client._tasks)
         assert (await engine.cores[1].hear(AbortRequests)).request_ids == ["d"]
         assert engine.cores[1].is_quiet
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+async def test_images_wait_for_a_while_for_file_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(engine_client, "_READ_SECONDS", seconds)
+    monkeypatch.setattr(engine_client, "_READ_AGAIN_SECONDS", 0.0)
+    read, lacks = engine_client._with_content, [errno.EMFILE, errno.ENFILE]
+
+    def read_later(item: MediaItem) -> MediaItem:
+        if lacks:
+            raise OSError(number := lacks.pop(), os.strerror(number))
+        return read(item)
+
+    monkeypatch.setattr(engine_client, "_with_content", read_later)
+    async with scripted(tmp_path) as engine:
+        engine.client._has_hosts = True
+        await engine.lost(engine.cores[1], "gone", returns=True)
+        (file := tmp_path / "item").write_bytes(b"pixels")
+        item = MediaItem(bytes(16), "image", 0, 1, (MediaRun(0, 1),), data=MediaData((), 6, path=str(file)))
+        stream = engine.client.submit([("a", [1], LONG)], media=[[item]])
+        if seconds:
+            sent = await engine.cores[0].hear(EngineCoreRequest)
+            assert sent.media[0].data == MediaData((), 6, content=b"pixels")
+        else:
+            with pytest.raises(EngineUnavailable, match="cannot be read now: Too many open files in system"):
+                await whole(stream)
 
 
 async def test_prompt_logprobs_are_not_sent_twice(tmp_path: Path) -> None:

@@ -599,6 +599,15 @@ async def test_a_token_that_the_model_has_no_row_for_is_the_clients_error(
         assert "not in the model's vocabulary (0 to 99)" in error["message"]
 
 
+async def test_a_request_may_come_again_if_the_cause_of_its_failure_passes(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_core, "FAILURE", {"error": "Too many open files", "is_unavailable": True})
+    response = await server.http.post("/v1/completions", json={"prompt": "a<fail>"})
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "Too many open files")
+    assert response.headers["Retry-After"]
+
+
 async def test_a_grammar_that_fails_at_run_time_is_the_requests_error(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
