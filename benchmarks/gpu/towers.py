@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from torch import Tensor
 from gpu.engine import Engine
 from gpu.lab import Lab, free_memory, synchronize
 from gpu.records import Check, Note, Record, Row
+from quire import kernels
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
@@ -27,6 +30,7 @@ from quire.engine.models.build import load as load_decoder
 from quire.engine.models.make_tower import make_tower
 from quire.engine.models.tower import Tower, send_arrays
 from quire.engine.protocol.media import MediaItem, MediaRun
+from quire.engine.worker.tower_graphs import TowerGraphs
 from tests.fakes.families import SIZES, write_model
 from tests.fakes.media_prompts import IMAGE, Picture, generate, media_data, media_prompt, write_media_model
 
@@ -97,14 +101,16 @@ class _Small(NamedTuple):
 def check(lab: Lab) -> Iterator[Record]:
     """Yield checks of features and of tokens, then the rows of a picture at Qwen3-VL-2B's shape. On a GPU, towers must
     not wait for it."""
+    kernels.prepare(lab.device)()
     for family in ("Qwen3-VL", "Gemma 3", "Mistral Small 3", "InternVL 3"):
         small = _small(family, lab.scratch / f"tower-{family}")
-        expected, _ = _features(small, "cpu", "float32")
+        expected, *_ = _features(small, "cpu", "float32")
         for dtype, tolerance in _TOLERANCES.items():
-            found, waited = _features(small, lab.device, dtype)
-            error = float((found - expected).norm() / expected.norm())
-            detail = f"{len(found)} features, error {error:.2g} of their norm, at most {tolerance:.2g}"
-            yield Check(f"features of {family} in {dtype}", error <= tolerance, detail)
+            found, replayed, waited = _features(small, lab.device, dtype)
+            for features, way in ((found, ""), (replayed, ", captured")):
+                error = float((features - expected).norm() / expected.norm())
+                detail = f"{len(features)} features, error {error:.2g} of their norm, at most {tolerance:.2g}"
+                yield Check(f"features of {family} in {dtype}{way}", error <= tolerance, detail)
         if lab.device != "cpu":
             yield Check(f"the tower of {family} does not wait for the device", not waited, waited)
     for family in ("Qwen3-VL",) if lab.tiny else ("Qwen3-VL", "Gemma 3"):
@@ -134,8 +140,9 @@ def _small(family: str, folder: Path) -> _Small:
     return _Small(folder, arrays, (MediaRun(0, count),))
 
 
-def _features(small: _Small, device: str, dtype: str) -> tuple[Tensor, str]:
-    """On the CPU, in float32; and what waited for the device, computing them again, or ""."""
+def _features(small: _Small, device: str, dtype: str) -> tuple[Tensor, Tensor, str]:
+    """On the CPU, in float32; the same by captured layers; and what waited for the device, replaying them again, or
+    ""."""
     options = EngineOptions(
         model=str(small.folder),
         device=device,  # type: ignore[arg-type]
@@ -144,13 +151,28 @@ def _features(small: _Small, device: str, dtype: str) -> tuple[Tensor, str]:
         kv_cache_memory_bytes=1 << 22,
         packed_cache="off",
     )
-    decoder = load_decoder(resolve(options), 0, Parallel(), torch.device(device))
+    decoder = load_decoder(config := resolve(options), 0, Parallel(), torch.device(device))
     assert decoder.tower is not None
     item = MediaItem(bytes(16), "image", 0, sum(run.length for run in small.runs), small.runs)
     with torch.inference_mode():
         features = _encode(decoder.tower, small.arrays, item, device)
         waited = _what_waits(decoder.tower, small.arrays, item, device)
-    return features.cpu().float(), waited
+        replayed = features
+        if _capture(decoder.tower, config, device):
+            replayed = _encode(decoder.tower, small.arrays, item, device)
+            waited = waited or _what_waits(decoder.tower, small.arrays, item, device)
+    return features.cpu().float(), replayed.cpu().float(), waited
+
+
+def _capture(tower: Tower, config: EngineConfig, device: str) -> bool:
+    """Capture the tower's layers if that pays; returns whether it does. A dry run replays them on a CPU."""
+    if device == "cpu":
+        config = replace(config, graphs=replace(config.graphs, tower_sizes=(64, 128)))
+    if not config.graphs.tower_sizes:
+        return False
+    if not TowerGraphs(tower, config, torch.device(device), Parallel()).capture():
+        raise RuntimeError("the layers of the tower cannot be captured; the log says why")
+    return True
 
 
 def _encode(tower: Tower, arrays: Mapping[str, Tensor], item: MediaItem, device: str) -> Tensor:
@@ -240,9 +262,11 @@ def _picture(lab: Lab) -> Iterator[Record]:
 
 
 def _alone(lab: Lab, folder: Path, settings: dict[str, Any]) -> Note:
-    """The time of the tower alone, with random weights. How far pictures are from the time of their operations shows
-    what there is to gain by launching fewer kernels, or all of them at once."""
-    spec = resolve(EngineOptions(**lab.engine_options(folder) | {"max_model_len": 512})).model.architecture.media
+    """The time of the tower alone, with random weights, kernel by kernel and with captured layers, beside that of its
+    operations. From where both take the same time on, capturing more sizes gains nothing
+    (`cuda_graph_sizes._LAUNCHED_MULTIPLICATIONS`)."""
+    config = resolve(EngineOptions(**lab.engine_options(folder) | {"max_model_len": 512}))
+    spec = config.model.architecture.media
     assert spec is not None
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, lab.dtype))
@@ -254,22 +278,34 @@ def _alone(lab: Lab, folder: Path, settings: dict[str, Any]) -> Note:
     for module in tower.modules():
         if isinstance(module, Linear):
             module.pack(None)
-    found, rate = [], lab.limit(lambda machine: machine.rate(lab.precision))
-    for side in (4, 8) if lab.tiny else (16, 32, _PATCHES):
-        pixels = torch.randn(side**2, 3 * 2 * 16**2, generator=torch.Generator().manual_seed(side))
-        arrays = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
-        run = MediaRun(0, side**2 // 4, (1, side // 2, side // 2))
-        item, times = MediaItem(bytes(16), "image", 0, run.length, (run,)), []
-        with torch.inference_mode():
-            for _ in range(_REPEATS):
-                synchronize(lab.device)
-                begun = time.perf_counter()
-                _encode(tower, arrays, item, lab.device)
-                synchronize(lab.device)
-                times.append(time.perf_counter() - begun)
-        least = "" if rate is None else f" (operations {_tower_operations(settings, side) / rate * 1e3:.2f} ms)"
-        found.append(f"{side**2:,} patches {statistics.median(times[_REPEATS // 4 :]) * 1e3:.2f} ms{least}")
-    return Note(f"tower of Qwen3-VL-2B's shape alone: {', '.join(found)}")
+    sides = (4, 8) if lab.tiny else (16, 24, 32, 44, _PATCHES)
+    times = [[_seconds(tower, side, lab.device) for side in sides]]
+    if is_captured := _capture(tower, config, lab.device):
+        times.append([_seconds(tower, side, lab.device) for side in sides])
+    if (rate := lab.limit(lambda machine: machine.rate(lab.precision))) is not None:
+        times.append([_tower_operations(settings, side) / rate for side in sides])
+    ways = "kernel by kernel" + " / captured" * is_captured + " / operations alone" * (rate is not None)
+    found = [
+        f"{side**2:,} patches " + " / ".join(f"{seconds * 1e3:.2f}" for seconds in each)
+        for side, *each in zip(sides, *times, strict=True)
+    ]
+    return Note(f"tower of Qwen3-VL-2B's shape alone, ms {ways}: {', '.join(found)}")
+
+
+def _seconds(tower: Tower, side: int, device: str) -> float:
+    """The median time for a picture of `side` x `side` patches."""
+    pixels = torch.randn(side**2, 3 * 2 * 16**2, generator=torch.Generator().manual_seed(side))
+    arrays = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
+    run = MediaRun(0, side**2 // 4, (1, side // 2, side // 2))
+    item, times = MediaItem(bytes(16), "image", 0, run.length, (run,)), []
+    with torch.inference_mode():
+        for _ in range(_REPEATS):
+            synchronize(device)
+            begun = time.perf_counter()
+            _encode(tower, arrays, item, device)
+            synchronize(device)
+            times.append(time.perf_counter() - begun)
+    return statistics.median(times[_REPEATS // 4 :])
 
 
 def _write_config(folder: Path, text: dict[str, Any], tower: dict[str, Any]) -> None:

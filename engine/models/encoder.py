@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import torch
 import torch.nn.functional as F
@@ -88,10 +88,18 @@ class EncoderAttention(nn.Module):
         self.query_norm, self.key_norm = head_norm(spec, query, parallel), head_norm(spec, key, parallel)
         self.value_norm = None if spec.value_norm is None else make_norm(spec.value_norm, spec.head_dim)
 
-    def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor | None, biases: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        starts: Tensor,
+        cos_sin: Tensor | None,
+        biases: Tensor | None,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
         turns = None if self.spec.rope is None else cos_sin
-        out: Tensor = self.output(self.mix(*self.project(x), starts, biases, turns).flatten(1))
+        mixed = self.mix(*self.project(x, adapters), starts, biases, turns)
+        out: Tensor = self.output(mixed.flatten(1), adapters)
         return out
 
     @property
@@ -104,10 +112,10 @@ class EncoderAttention(nn.Module):
         """This rank's."""
         return self._widths[1] // self.spec.head_dim
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """`[tokens, hidden_size]` → queries, keys and values, `[tokens, heads, head_dim]` each."""
         spec = self.spec
-        parts = self.qkv(x).split_with_sizes(self._widths, dim=-1)
+        parts = self.qkv(x, adapters).split_with_sizes(self._widths, dim=-1)
         query, key, value = (torch.unflatten(part, -1, (-1, spec.head_dim)) for part in parts)
         query = query if self.query_norm is None else self.query_norm(query)
         key = key if self.key_norm is None else self.key_norm(key)
@@ -128,6 +136,10 @@ class EncoderAttention(nn.Module):
 class EncoderLayer(nn.Module):
     """Attention and feed-forward, each added to the residual stream, with norms before them or after the addition. Each
     rank has those whole that ranks cannot divide evenly."""
+
+    replay: Callable[[Tensor, Tensor, Tensor | None], bool] | None = None
+    """Computes `forward` of a tower's layer in place, given `x`, `starts` and `cos_sin`, if it has been captured for so
+    many rows; returns whether it has."""
 
     def __init__(
         self,
@@ -150,18 +162,50 @@ class EncoderLayer(nn.Module):
         self.feed_forward = MLP(spec.feed_forward, hidden_size, if_divisible(parallel, inner))
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
 
-    def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor | None, biases: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        starts: Tensor,
+        cos_sin: Tensor | None,
+        biases: Tensor | None,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
-        return self.feed(self.attend(x, starts, cos_sin, biases))
+        return self.feed(self.attend(x, starts, cos_sin, biases, adapters), adapters)
 
-    def attend(self, x: Tensor, starts: Tensor, cos_sin: Tensor | None, biases: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        starts: Tensor,
+        cos_sin: Tensor | None,
+        biases: Tensor | None,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """The first half of `forward`."""
-        mixed = self.attention(_apply(self.attention_norm, x), starts, cos_sin, biases)
+        mixed = self.attention(_apply(self.attention_norm, x), starts, cos_sin, biases, adapters)
         return self._add(x, mixed, self.attention_post_norm)
 
-    def feed(self, x: Tensor) -> Tensor:
+    def feed(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """The second half of `forward`."""
-        return self._add(x, self.feed_forward(_apply(self.feed_forward_norm, x)), self.feed_forward_post_norm)
+        out = self.feed_forward(_apply(self.feed_forward_norm, x), adapters)
+        return self._add(x, out, self.feed_forward_post_norm)
+
+    def forward_with(self, x: Tensor, kv: kernels.SequenceKV, cos_sin: Tensor | None) -> Tensor:
+        """`forward`, without biases, with `kv` for the sequences of `x`."""
+        attention, turns = self.attention, None if self.attention.spec.rope is None else cos_sin
+        query = kv.write(*attention.project(_apply(self.attention_norm, x)), 0, turns)
+        mixed = attention.output(kv.attend(query, 0, attention.spec.scale).flatten(1))
+        return self.feed(self._add(x, mixed, self.attention_post_norm))
+
+    def sequence_steps(
+        self, x: Tensor, starts: Tensor, cos_sin: Tensor | None, num_slices: int, num_query_slices: int
+    ) -> Generator[None]:
+        """`steps` for sequences that begin at `starts`, which are on the host. A captured layer is replayed in the
+        first one, as it is a small part of a picture's time."""
+        if self.replay is not None and self.replay(x, starts, cos_sin):
+            yield from repeat(None, num_slices + num_query_slices + FINE * num_slices)
+        else:
+            yield from self.steps(x, self.attention.sequence_kv(x, starts), cos_sin, num_slices, num_query_slices)
 
     def steps(
         self, x: Tensor, kv: kernels.SequenceKV, cos_sin: Tensor | None, num_slices: int, num_query_slices: int
@@ -244,7 +288,7 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[Tensor] = ()) -> Tensor:
         """Hidden states `[tokens, hidden_size]`. The batch must contain whole prompts."""
         assert x is None
-        x = self.embedding(batch.token_ids)
+        x = self.embedding(batch.token_ids, batch.adapters_of())
         if self._multiplier != 1.0:
             x = x * x.new_full((), self._multiplier)  # rounded to the type of `x`
         if self.positions is not None:
@@ -263,7 +307,7 @@ class Encoder(nn.Module):
             spec = layer.attention.spec
             if spec.reach not in biases:
                 biases[spec.reach] = _near(spec.reach, longest, x)
-            x = layer(x, batch.query_starts, cos_sin[spec.rope], biases[spec.reach])
+            x = layer(x, batch.query_starts, cos_sin[spec.rope], biases[spec.reach], batch.adapters_of())
         return _apply(self.norm, x)
 
     def features(self, x: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class GridTower(Tower):
             assert isinstance(layer, EncoderLayer)
             own_starts = starts if self._spec.is_narrow(number) else frame_starts
             parts = self._spec.num_query_slices(item, device, self._spec.num_keys(item, number))
-            yield from layer.steps(x, layer.attention.sequence_kv(x, own_starts), cos_sin, count, parts)
+            yield from layer.sequence_steps(x, own_starts, cos_sin, count, parts)
             if number in self._spec.levels:
                 level = self._spec.levels.index(number)
                 levels[level] = yield from by_slices(self.level_mergers[level], x, FINE * count, merge**2)

@@ -84,8 +84,7 @@ class ViTTower(Tower):
         for number, layer in enumerate(self.layers.values(), start=1):
             assert isinstance(layer, EncoderLayer)
             num_query_slices = spec.num_query_slices(item, device, spec.num_keys(item, number - 1))
-            own = layer.attention
-            yield from layer.steps(x, own.sequence_kv(x, starts), cos_sin, count, num_query_slices)
+            yield from layer.sequence_steps(x, starts, cos_sin, count, num_query_slices)
             if number in spec.outputs:
                 outputs[number] = x.clone()
         found = [outputs[number] if self.norm is None else self.norm(outputs[number]) for number in spec.outputs]

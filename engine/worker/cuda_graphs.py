@@ -4,16 +4,20 @@ operation.
 A captured step reads its inputs from fixed addresses and has a fixed number of rows, so a batch is copied there and
 padded. Padding rows have slot -1, for which nothing is stored, and attend to one key. Whatever the model allocates once
 and changes between steps must be changed in place.
+
+Steps in which rows have adapters are captured beside those in which none has, while requests run: once they have
+occurred so often that capturing them pays, and again after layers have got other tensors for adapters.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,15 +28,19 @@ from tqdm import tqdm
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import format_bytes
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.distributed.host_gather import all_gather_object
-from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.layers.batch import Batch, BatchAdapters, KVBlocks
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker import graph_recorders
 from quire.engine.worker.graph_recorders import GraphRecorder, NotReplayable, Replay
-from quire.kernels import HostMetadata, StateSegments
+from quire.kernels import AdapterRows, HostMetadata, StateSegments
 
 logger = logging.getLogger(__name__)
+
+_RUNS_BEFORE_CAPTURE = 16
+"""Steps of a size with adapters that run before one is captured on a GPU. Capturing takes about as long as is lost in
+so many steps without graphs (40 to 80 ms, and 3 to 5 ms each): so layers that get other tensors again and again at most
+double this loss."""
 
 
 class DecodeGraphs:
@@ -47,9 +55,15 @@ class DecodeGraphs:
         stage: int,
         parallel: Parallel,
     ) -> None:
-        self._model, self._caches, self._device, self._parallel = model, caches, device, config.parallel
+        self._model, self._caches, self._device, self._parallel = model, caches, device, parallel
         self._sizes, self._disabled_reason = config.graphs.sizes, config.graphs.disabled_reason
-        self._replays: dict[int, Replay] = {}
+        self._replays: dict[_Key, Replay | None] = {}
+        """None: such a step cannot be captured."""
+        self._eager_runs = Counter[_Key]()
+        """Steps that might be captured, since layers have had these tensors for adapters. The same on all ranks that
+        share steps, as are the keys of `_replays` on a GPU."""
+        self.has_captured = False
+        """Whether a step was captured, and its run so took longer than others, since this was set to False."""
         self._is_last = stage == len(config.parallel.stages) - 1
         self._recorder = graph_recorders.make_recorder(device, parallel)
         self._inputs: _Inputs | None = None
@@ -64,59 +78,43 @@ class DecodeGraphs:
         """Capture all sizes on all ranks of the grid, or none on any rank; in that case the log says why.
 
         Captures nothing yet if capturing costs no more than running a step.
-
-        After each size the ranks agree whether to continue, so that no rank waits in a step for one that has given up.
-        An error in a step's own collectives is raised: the other ranks wait there, and only the exit of this rank ends
-        that.
         """
         recorder = self._recorder
         if recorder is not None and self._disabled_reason:
             logger.info("decode steps run without %s: %s", recorder.name, self._disabled_reason)
         if recorder is None or self._inputs is None or recorder.runs_on_capture:
             return False
-        started, free = time.perf_counter(), _free_bytes(self._device)
+        started, free = time.perf_counter(), graph_recorders.free_bytes(self._device)
         # The largest comes first: the smaller ones reuse its memory.
-        sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar or None)
-        with _without_garbage_collection(), sizes:
-            for size in sizes:
-                reported = all_gather_object(f"CUDA graph {size}", self._try_capture(size, recorder, self._inputs))
-                failed = [rank for rank, reason in enumerate(reported) if reason]
-                if failed:
-                    break
-        if failed:
+        capture = partial(self._try_capture, recorder, self._inputs, has_adapters=False)
+        with tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar or None) as sizes:
+            failure = graph_recorders.capture_together("CUDA graph", sizes, capture)
+        if failure:
             self.close()
-            if len(reported) == 1 or dist.get_rank() == 0:
-                where = f" on rank {failed[0]}" * (len(reported) > 1)
-                reason = reported[failed[0]]
-                logger.warning("decode steps run without CUDA graphs: capturing a step failed%s: %s", where, reason)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                logger.warning("decode steps run without CUDA graphs: %s", failure)
             return False
         logger.info(
             "captured %d CUDA graphs for decode steps of up to %d requests in %.1f s, using %s",
             len(self._sizes),
             self._sizes[-1],
             time.perf_counter() - started,
-            format_bytes(max(0, free - _free_bytes(self._device))),
+            format_bytes(max(0, free - graph_recorders.free_bytes(self._device))),
         )
         return True
 
-    def _try_capture(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> str:
+    def _try_capture(self, recorder: GraphRecorder, inputs: _Inputs, size: int, *, has_adapters: bool) -> str:
         """Capture the steps of `size` requests; returns why that failed, or ""."""
-        step = self._step(size, inputs)
-        try:
-            reason = recorder.warm_up(step)
-        except RuntimeError as error:
-            if self._parallel.tensor_parallel_size > 1:
-                raise
-            return _first_line(error)
-        if not reason:
-            try:
-                self._replays[size] = recorder.capture(step)
-            except RuntimeError as error:
-                return _first_line(error)
-        return reason
+        key, is_shared = _Key(size, has_adapters), self._parallel.size > 1
+        replay = graph_recorders.try_capture(recorder, self._step(key, inputs), is_shared=is_shared)
+        if isinstance(replay, str):
+            return replay
+        self._replays[key] = replay
+        return ""
 
-    def _step(self, size: int, inputs: _Inputs) -> Callable[[], None]:
-        batch, received = inputs.batch(size), inputs.received(size)
+    def _step(self, key: _Key, inputs: _Inputs) -> Callable[[], None]:
+        size, received = key.size, inputs.received(key.size)
+        batch = inputs.batch(size, has_adapters=key.has_adapters)
 
         def step() -> None:
             self._output[:size].copy_(self._model(received, batch, self._caches))
@@ -126,6 +124,27 @@ class DecodeGraphs:
     def close(self) -> None:
         """Drop the captured steps, which keep the communicators that they use alive."""
         self._replays, self._inputs = {}, None
+
+    def on_assigned(self, *, is_changed: bool) -> None:
+        """Drop the steps captured with adapters, after a plan has assigned some, if layers of any rank of this stage
+        have other tensors or other largest ranks (`is_changed`).
+
+        Ranks differ: each has its own experts, and only the first one adds some biases. They agree, as all of them are
+        to replay a step, with the same padding, or none.
+        """
+        is_used = self._eager_runs or any(key.has_adapters for key in self._replays)
+        if self._recorder is None or not is_used:
+            return
+        if self._is_any_rank(is_changed) if not self._recorder.runs_on_capture else is_changed:
+            self._eager_runs.clear()
+            # What cannot be captured is not tried again.
+            self._replays = {key: own for key, own in self._replays.items() if own is None or not key.has_adapters}
+
+    def _is_any_rank(self, is_own: bool) -> bool:
+        """Whether it is so on any rank of this stage. Waits for the device."""
+        if self._parallel.size == 1:
+            return is_own
+        return bool(self._parallel.all_reduce(torch.tensor([float(is_own)], device=self._device)).item())
 
     def run(self, received: Tensor | None, batch: Batch) -> Tensor | None:
         """Replay the batch: the model's output `[tokens, hidden_size]`, or None if no captured step matches.
@@ -143,22 +162,59 @@ class DecodeGraphs:
             return None
         if batch.rope_positions is not None and batch.rope_positions.ndim > 1:
             return None  # of a prompt's last token
-        size = self._sizes[bisect_left(self._sizes, rows)]
-        self._inputs.fill(received, batch, size)
-        if (replay := self._replays.get(size)) is not None:
-            replay()
-        else:
-            self._capture_first_run(size, self._recorder, self._inputs)
+        key = _Key(self._sizes[bisect_left(self._sizes, rows)], batch.adapters is not None)
+        if key not in self._replays and not self._recorder.runs_on_capture:
+            self._capture_when_needed(key, self._recorder, self._inputs)
+            if key not in self._replays:
+                return None
+        first = partial(self._capture_first_run, key, self._recorder, self._inputs)
+        if (replay := self._replays.get(key, first)) is None:
+            return None
+        self._inputs.fill(received, batch, key.size)
+        replay()
         hidden = self._output[:rows]
         return hidden if self._is_last else hidden.clone()  # it may still be in transit while the next step runs
 
-    def _capture_first_run(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> None:
-        """Run the first step of this size and record it; if it cannot be replayed, record no other size."""
+    def _capture_when_needed(self, key: _Key, recorder: GraphRecorder, inputs: _Inputs) -> None:
+        """Capture steps that were not captured in advance, if this is the time: at most one size in a step, and the
+        largest one first, whose memory the smaller ones reuse. All ranks of the stage do so in the same step."""
+        self._eager_runs[key] += 1
+        if self._eager_runs[key] < _RUNS_BEFORE_CAPTURE:
+            return
+        largest = key._replace(size=self._sizes[-1])
+        key = key if largest in self._replays else largest
+        self.has_captured = True
+        inputs.clear(key.size)  # as the step runs
+        with graph_recorders.without_garbage_collection():
+            reason = self._try_capture(recorder, inputs, **key._asdict())
+        if self._is_any_rank(bool(reason)):
+            self._replays[key] = None
+            reason = reason or "another rank could not"
+            logger.warning("%s run without %s: capturing a step failed: %s", key, recorder.name, reason)
+
+    def _capture_first_run(self, key: _Key, recorder: GraphRecorder, inputs: _Inputs) -> None:
+        """Run the first such step and record it; if it cannot be replayed, record none of another size."""
+        self.has_captured = True
         try:
-            self._replays[size] = recorder.capture(self._step(size, inputs))
+            self._replays[key] = recorder.capture(self._step(key, inputs))
         except NotReplayable as error:
-            self.close()
-            logger.info("decode steps run without %s: a step cannot be replayed: %s", recorder.name, error)
+            if key.has_adapters:
+                self._replays |= {_Key(size, True): None for size in self._sizes}
+            else:
+                self.close()
+            logger.info("%s run without %s: a step cannot be replayed: %s", key, recorder.name, error)
+
+
+class _Key(NamedTuple):
+    """What differs between captured steps."""
+
+    size: int
+    """Rows."""
+    has_adapters: bool
+    """Whether rows may have adapters."""
+
+    def __str__(self) -> str:
+        return "decode steps with adapters" if self.has_adapters else "decode steps"
 
 
 class _Inputs:
@@ -182,6 +238,10 @@ class _Inputs:
         }
         """The blocks of each KV cache group, or the pages of states that are read and written."""
         self._starts = torch.arange(most + 1, device=device)
+        self._order = self._slot_starts = full(0, 0)
+        """As in `AdapterRows`."""
+        if config.lora is not None:
+            self._order, self._slot_starts = self._starts[:-1].clone(), full(0, config.lora.num_slots + 2)
         self._no_slot, self._zero, self._one = full(-1, most), full(0, most), full(1, most)
         self._hidden: Tensor | None = None
         if receives:
@@ -191,8 +251,9 @@ class _Inputs:
     def received(self, size: int) -> Tensor | None:
         return None if self._hidden is None else self._hidden[:size]
 
-    def batch(self, size: int) -> Batch:
+    def batch(self, size: int, *, has_adapters: bool = False) -> Batch:
         """The first `size` rows; `host` holds values that are valid for every replay."""
+        adapters = AdapterRows(self._order[:size], self._slot_starts)
         starts = self._starts[: size + 1]
         return Batch(
             token_ids=self._token_ids[:size],
@@ -209,11 +270,24 @@ class _Inputs:
             host=HostMetadata(np.ones(size, np.int64), np.full(size, self._longest, np.int64)),
             token_mask=self._token_mask[:size],
             rope_positions=None if self._rope_positions is None else self._rope_positions[:size],
+            adapters=BatchAdapters(adapters, adapters, adapters) if has_adapters else None,
         )
+
+    def clear(self, size: int) -> None:
+        """Make the first `size` rows padding."""
+        self._token_mask[:size].zero_()
+        for own in self._groups.values():
+            for each in own[:1] if isinstance(own, KVBlocks) else own:
+                each[:size].fill_(-1)
+        if len(self._order):
+            self._order[:size].copy_(self._starts[:size])
+            self._slot_starts.zero_()
+            self._slot_starts[-1:].copy_(self._starts[size : size + 1])
 
     def fill(self, received: Tensor | None, batch: Batch, size: int) -> None:
         """Copy a batch in. The rows after it become padding, whose token and blocks may be any earlier values."""
         rows = len(batch.token_ids)
+        to, values = [self._token_ids[:rows]], [batch.token_ids]
         parts = [
             (self._positions, batch.positions, self._zero),
             (self._lengths, batch.sequence_lengths, self._one),
@@ -222,6 +296,11 @@ class _Inputs:
         if self._rope_positions is not None:
             along_axes = batch.positions if batch.rope_positions is None else batch.rope_positions
             parts.append((self._rope_positions, along_axes, self._zero))
+        if batch.adapters is not None:  # padding rows are after those of none
+            order, starts, *_ = batch.adapters.tokens
+            parts.append((self._order, order, self._starts[rows:]))
+            to += [self._slot_starts[:-1], self._slot_starts[-1:]]
+            values += [starts[:-1], self._starts[size : size + 1]]
         for number, group in batch.groups.items():
             own = self._groups[number]
             if isinstance(group, KVBlocks):
@@ -229,7 +308,6 @@ class _Inputs:
                 own[1][:rows, : group.block_tables.shape[1]].copy_(group.block_tables)
             else:
                 parts += [(own[0], group.read, self._no_slot), (own[1], group.write, self._no_slot)]
-        to, values = [self._token_ids[:rows]], [batch.token_ids]
         for place, part, padding in parts:
             to.append(place[:rows])
             values.append(part)
@@ -240,24 +318,3 @@ class _Inputs:
         if self._hidden is not None:
             assert received is not None
             self._hidden[:rows].copy_(received)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _free_bytes(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: no CUDA object may be destroyed during a capture."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.host_gather import all_gather_object
 from quire.kernels.cpu import op_replay
 
 Replay = Callable[[], None]
@@ -152,3 +154,58 @@ def make_recorder(device: torch.device, parallel: Parallel) -> GraphRecorder | N
     if device.type == "cuda":
         return CudaGraphRecorder(device)
     return OpReplayRecorder() if parallel.supports_op_replay else None
+
+
+def capture_together(key: str, sizes: Iterable[int], capture: Callable[[int], str]) -> str:
+    """Call `capture`, which returns the reason if it fails, for all sizes on all ranks of the grid, until it fails on
+    any rank; returns where and why, or "".
+
+    After each size the ranks agree whether to continue, so that no rank waits in a step for one that has given up.
+    """
+    with without_garbage_collection():
+        for size in sizes:
+            reported = all_gather_object(f"{key} {size}", capture(size))
+            for rank, reason in enumerate(reported):
+                if reason:
+                    return f"capturing a step failed{f' on rank {rank}' * (len(reported) > 1)}: {reason}"
+    return ""
+
+
+def try_capture(recorder: GraphRecorder, step: Callable[[], None], *, is_shared: bool) -> Replay | str:
+    """Capture a step, or return why that failed.
+
+    An error in a step's own collectives, if ranks share it, is raised: the other ranks wait there, and only the exit of
+    this rank ends that.
+    """
+    try:
+        if reason := recorder.warm_up(step):
+            return reason
+    except RuntimeError as error:
+        if is_shared:
+            raise
+        return _first_line(error)
+    try:
+        return recorder.capture(step)
+    except RuntimeError as error:
+        return _first_line(error)
+
+
+def free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection: no CUDA object may be destroyed during a capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

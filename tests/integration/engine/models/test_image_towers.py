@@ -260,6 +260,10 @@ _TEXT |= {"llama4_text": {"head_dim": 12, "intermediate_size_mlp": 40, "num_loca
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path, Any]:
     """A case, and its model in a folder and in transformers."""
     case, folder = CASES[request.param], tmp_path_factory.mktemp("model")
+    return case, folder, write(case, folder)
+
+
+def write(case: Case, folder: Path) -> Any:
     text = SIZES | {"num_hidden_layers": 1, "model_type": case.text} | _TEXT.get(case.text, {})
     settings = {"text_config": text, "vision_config": case.vision, "tie_word_embeddings": False, **case.settings}
     model = write_model(f"{case.architecture}ForConditionalGeneration", settings, folder)
@@ -268,7 +272,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         from transformers import Llama4ForConditionalGeneration
 
         model = Llama4ForConditionalGeneration.from_pretrained(folder)
-    return case, folder, model
+    return model
 
 
 def features_of(model: Any, arrays: Arrays) -> Tensor:

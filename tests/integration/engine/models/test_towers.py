@@ -108,11 +108,15 @@ CLIPS = [(2, 4, 6), (3, 10, 18), (5, 2, 2)]
 @pytest.fixture(scope="module", params=CASES)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with a model, and transformers' model."""
-    name, settings = CASES[request.param]
     folder = tmp_path_factory.mktemp("model")
+    return folder, write(request.param, folder)
+
+
+def write(case: str, folder: Path) -> Any:
+    name, settings = CASES[case]
     model = write_model(name, {**settings, "tie_word_embeddings": False}, folder)
     name_as_published(name, folder, model)
-    return folder, model
+    return model
 
 
 def item_of(model: Any, grid: tuple[int, int, int], kind: str) -> tuple[dict[str, Tensor], MediaItem]:

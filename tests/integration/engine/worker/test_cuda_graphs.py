@@ -18,24 +18,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig, GraphConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig, GraphConfig, LoraConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
 from quire.engine.distributed.parallel_state import ParallelState, connect
-from quire.engine.layers.batch import KVBlocks
+from quire.engine.layers.batch import BatchAdapters, KVBlocks
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.build import load
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import cuda_graphs, graph_recorders
 from quire.engine.worker.cuda_graphs import DecodeGraphs
-from quire.engine.worker.graph_recorders import OpReplayRecorder
+from quire.engine.worker.graph_recorders import GraphRecorder, OpReplayRecorder
 from quire.engine.worker.kv_caches import allocate_caches
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import Worker
-from quire.kernels import isa
+from quire.kernels import AdapterRows, StateSegments, isa
+from tests.fakes.adapter_pools import SLOTS, add_pools, changeable
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.experts import EVERYTHING, HIDDEN, batch, build, packed
 from tests.fakes.families import CASES, write
@@ -471,12 +473,23 @@ def test_each_size_is_captured_once(monkeypatch: pytest.MonkeyPatch, folders: Ca
     runner.finalize()
     assert runner._graphs is not None
     assert not runner._graphs._replays
-    driven = Driver(executing(runner), 8, config.cache.num_blocks, config.cache.block_size)
+    execute, captured = executing(runner), list[bool]()
+
+    def note(plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        result = execute(plan)
+        assert result is not None
+        captured.append(result.has_captured)
+        return result
+
+    driven = Driver(note, 8, config.cache.num_blocks, config.cache.block_size)
     everyone = requests(8)
     driven.decode(everyone, 1, 1000)
+    assert not any(captured)
+    captured.clear()
     for count in (8, 3, 1, 3):
         driven.step(*((request, 1) for request in everyone[:count]))
-    assert sorted(runner._graphs._replays) == [1, 3, 8]
+    assert captured == [True, True, True, False]
+    assert sorted(runner._graphs._replays) == [(size, False) for size in (1, 3, 8)]
     kept = dict(runner._graphs._replays)
     monkeypatch.setattr(runner._graphs, "_model", None)
     driven.step(*((request, 1) for request in everyone[:3]))
@@ -491,7 +504,7 @@ def test_after_a_failed_capture_the_next_step_is_captured(
     taped, step = runner._graphs, cuda_graphs._Inputs(config, CPU, receives=False).batch(2)
     assert taped is not None
 
-    def fails(self: MLP, x: Tensor) -> Tensor:
+    def fails(self: MLP, *given: object) -> Tensor:
         raise RuntimeError("no memory")
 
     with torch.inference_mode():
@@ -502,7 +515,7 @@ def test_after_a_failed_capture_the_next_step_is_captured(
         assert not taped._replays
         first = taped.run(None, step)
         assert first is not None
-        assert sorted(taped._replays) == [2]
+        assert sorted(taped._replays) == [(2, False)]
         expected = first.clone()
         first.zero_()
         again = taped.run(None, step)
@@ -519,9 +532,9 @@ def test_a_step_that_depends_on_python_is_not_captured(
 ) -> None:
     forward = MLP.forward
 
-    def looks(self: MLP, x: Tensor) -> Tensor:
+    def looks(self: MLP, x: Tensor, *more: Any) -> Tensor:
         way(x)
-        return forward(self, x)
+        return forward(self, x, *more)
 
     expected = crowds(driver(config_of(folders("Llama"))))
     monkeypatch.setattr(MLP, "forward", looks)
@@ -622,8 +635,8 @@ def test_closing_releases_the_communicators(
     worker = Worker(config_of(folders("Llama"), 1, 2), 0, None)
     held = worker._runner._graphs
     assert held is not None
-    assert sorted(held._replays) == [1, 2]
-    left: list[dict[int, graph_recorders.Replay]] = []
+    assert sorted(held._replays) == [(1, False), (2, False)]
+    left: list[dict[Any, Any]] = []
     monkeypatch.setattr(ParallelState, "close", lambda _: left.append(held._replays))
     worker.close()
     assert left == [{}]
@@ -651,3 +664,164 @@ def test_a_capture_that_fails_leaves_cuda_as_it_was(place: int, monkeypatch: pyt
     assert cuda.mode == 0
     begun = sum(call.startswith("begin") for call in cuda.calls)
     assert cuda.calls.count("end") == cuda.calls.count("leave pool") == begun
+
+
+@pytest.mark.parametrize("kind", [Recording, OpReplayRecorder])
+@pytest.mark.parametrize("family", ["Llama", "Falcon-H1", "DeepSeek V3"])
+def test_steps_with_adapters_are_captured_when_they_occur(
+    family: str, kind: type[GraphRecorder], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the steps themselves, and store nothing twice; other steps are as without adapters."""
+    recorder = kind()
+    monkeypatch.setattr(graph_recorders, "make_recorder", lambda *place: recorder)
+    monkeypatch.setattr(cuda_graphs, "_RUNS_BEFORE_CAPTURE", 1)
+    lora = LoraConfig(num_slots=SLOTS, device_bytes=1 << 20, host_bytes=1 << 20)
+    config = replace(config_of(folders(family), 2, 4), lora=lora)
+    model, caches = load(config, 0, Parallel(), CPU), allocate_caches(config, 0, CPU)
+    pools = add_pools(model)
+    graphs = DecodeGraphs(model, caches, config, CPU, 0, Parallel())
+    graphs.capture(bar=False)
+    kept = [each for cache in caches for each in (cache.memory, *(cache.state or ())) if isinstance(each, Tensor)]
+    generator = torch.Generator().manual_seed(0)
+    for each in kept:
+        each.normal_(generator=generator)
+
+    def check(slots: list[int], *, is_replayed: bool = True) -> None:
+        rows = len(slots)
+        step = cuda_graphs._Inputs(config, CPU, receives=False).batch(rows)
+        tokens = torch.randint(0, 131, (rows,), generator=generator)
+        numbers, last = torch.arange(rows), torch.tensor([9, 3, 6, 0])[:rows]
+        groups = {
+            number: each._replace(read=numbers, write=numbers)
+            if isinstance(each, StateSegments)
+            else KVBlocks(numbers * 12 + last, numbers[:, None] * 3 + torch.arange(3))
+            for number, each in step.groups.items()
+        }
+        own = AdapterRows.of(torch.tensor(slots), SLOTS)
+        adapters = BatchAdapters(own, own, own) if max(slots) >= 0 else None
+        step = replace(
+            step, token_ids=tokens, positions=last, sequence_lengths=last + 1, groups=groups, adapters=adapters
+        )
+        with torch.inference_mode():
+            before = [each.clone() for each in kept]
+            expected = model(None, step, caches).clone()
+            stored = [each.clone() for each in kept]
+            for each, old in zip(kept, before, strict=True):
+                each.copy_(old)
+            found = graphs.run(None, step)
+        assert (found is not None) == is_replayed
+        if found is None:
+            return
+        # torch rounds exponentials in the remainder of a batch after the last whole vector differently.
+        torch.testing.assert_close((found, *kept), (expected, *stored), rtol=1e-4, atol=1e-4)
+
+    def captured() -> list[tuple[int, bool]]:
+        return sorted(key for key, replay in graphs._replays.items() if replay is not None)
+
+    assert captured() == ([] if recorder.runs_on_capture else [(2, False), (4, False)])
+    check([-1, -1, -1])
+    check([0, 2, -1])
+    assert (4, True) in captured()
+    for slots in ([2, -1, 0, 2], [-1, 0], [2], [-1, -1], [0, 0, 0]):
+        check(slots)
+    assert captured() == [(2, False), (2, True), (4, False), (4, True)]
+    for pool in pools.values():  # in place: another adapter in the slot
+        pool.b.mul_(2)
+    check([0, 2, -1])
+    for name, layer in changeable(model):
+        layer.pool = replace(pools[name], a=pools[name].a * 3)
+    graphs.on_assigned(is_changed=True)
+    assert captured() == [(2, False), (4, False)]
+    check([-1, 0], is_replayed=recorder.runs_on_capture)  # the largest is captured first
+    assert captured() == [
+        (2, False),
+        *[(2, True)] * recorder.runs_on_capture,
+        (4, False),
+        *[(4, True)] * (not recorder.runs_on_capture),
+    ]
+    for slots in ([2, 0, 0], [-1, 0]):
+        check(slots)
+
+
+def run_with_adapters(graphs: DecodeGraphs, config: EngineConfig, rows: int) -> bool:
+    """Whether a step with adapters is replayed."""
+    with torch.inference_mode():
+        return (
+            graphs.run(None, cuda_graphs._Inputs(config, CPU, receives=False).batch(rows, has_adapters=True))
+            is not None
+        )
+
+
+class Unable(CallAgain):
+    """Cannot capture its `place`-th step, and knows which ones it has tried."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.tried, self._place = 0, place
+
+    def capture(self, step: Callable[[], None]) -> graph_recorders.Replay:
+        self.tried += 1
+        if self.tried == self._place:
+            raise RuntimeError("out of memory")
+        return super().capture(step)
+
+
+def test_steps_with_adapters_are_captured_once_that_pays(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One in a step, after some without, and the largest first; what cannot be captured is tried once."""
+    recorder = Unable(5)
+    monkeypatch.setattr(graph_recorders, "make_recorder", lambda *place: recorder)
+    monkeypatch.setattr(cuda_graphs, "_RUNS_BEFORE_CAPTURE", 3)
+    lora = LoraConfig(num_slots=SLOTS, device_bytes=1 << 20, host_bytes=1 << 20)
+    config = replace(config_of(folders("Llama"), 1, 2, 4), lora=lora)
+    model, caches = load(config, 0, Parallel(), CPU), allocate_caches(config, 0, CPU)
+    graphs = DecodeGraphs(model, caches, config, CPU, 0, Parallel())
+    graphs.capture(bar=False)
+    assert not graphs.has_captured  # in no step
+
+    def run(*rows: int) -> list[tuple[bool, bool]]:
+        """For each step, whether it is replayed, and whether one is captured."""
+        found = []
+        for count in rows:
+            found.append((run_with_adapters(graphs, config, count), graphs.has_captured))
+            graphs.has_captured = False
+        return found
+
+    eager, captures, replays, both = (False, False), (False, True), (True, False), (True, True)
+    assert run(2, 2, 1, 2) == [eager, eager, eager, captures]
+    assert sorted(key for key in graphs._replays if key.has_adapters) == [(4, True)]
+    assert run(2, 4, 2) == [captures, replays, eager]  # the fifth
+    assert caplog.text.count("decode steps with adapters run without CUDA graphs: capturing a step failed") == 1
+    assert run(1, 1, 1) == [eager, both, replays]
+    graphs.on_assigned(is_changed=False)
+    assert run(1, 4) == [replays, replays]
+    assert recorder.tried == 6
+    graphs.on_assigned(is_changed=True)
+    assert run(1, 1, 2, 2, 2, 2, 1, 1) == [*[eager] * 6, captures, both]
+    assert recorder.tried == 8
+
+
+def test_ranks_replay_the_same_steps_with_adapters(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If one cannot capture a step, or has other tensors: padding takes part in what ranks exchange."""
+    made = iter([Unable(0), Unable(4)])
+    monkeypatch.setattr(graph_recorders, "make_recorder", lambda *place: next(made))
+    monkeypatch.setattr(cuda_graphs, "_RUNS_BEFORE_CAPTURE", 1)
+    lora = LoraConfig(num_slots=SLOTS, device_bytes=1 << 20, host_bytes=1 << 20)
+    config = replace(config_of(folders("Llama"), 2, 4, tensor_parallel_size=2), lora=lora)
+
+    def work(parallel: Parallel) -> list[list[tuple[int, bool]]]:
+        model, caches = load(config, 0, parallel, CPU), allocate_caches(config, 0, CPU)
+        graphs, found = DecodeGraphs(model, caches, config, CPU, 0, parallel), list[list[tuple[int, bool]]]()
+        assert graphs.capture(bar=False)
+        for rows in (3, 1, 4):
+            run_with_adapters(graphs, config, rows)
+        for _ in range(2):
+            found.append(sorted((*key,) for key, replay in graphs._replays.items() if replay is not None))
+            graphs.on_assigned(is_changed=parallel.rank == 1)
+        return found
+
+    one, other = on_ranks(2, work)
+    assert one == other == [[(2, False), (4, False), (4, True)], [(2, False), (4, False)]]
