@@ -33,15 +33,16 @@ from quire.kernels.linear import (
     pack_linear,
     widens_weights,
 )
-from quire.kernels.low_rank import AdapterRows, LowRankPool
+from quire.kernels.low_rank import AdapterRows, ExpertChanges, LowRankPool
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
-from quire.kernels.sequences import SequenceKV
+from quire.kernels.sequences import SequenceBlocks, SequenceKV
 
 __all__ = [
     "AdapterRows",
     "AttentionConfig",
     "AttentionLayer",
     "BackendUnavailable",
+    "ExpertChanges",
     "HostMetadata",
     "LowRankPool",
     "PackedEmbedding",
@@ -54,6 +55,7 @@ __all__ = [
     "RecurrentState",
     "RoundedRows",
     "RowRounding",
+    "SequenceBlocks",
     "SequenceKV",
     "StateSegments",
     "act_mul",

@@ -130,6 +130,7 @@ def _examples(inputs: Inputs, config: AttentionConfig, formats: Collection[Quant
     yield examples.compression(inputs, requests, (80, 4, 1), rotary_dim=8, gated=False, normed=False)
     yield from examples.recurrent(inputs, 20, heads=(2, 6, 80), state_size=80)
     yield examples.fused_experts(inputs, 3, (5, 2, 200, 48))
+    yield examples.fused_experts(inputs, 3, (5, 2, 200, 48), has_changes=True)
     yield from examples.low_rank(inputs, 21, 200, (72, 40), (3, 0, 16, 1, 35))
     by_groups: dict[str, Any] = {"groups": 5, "top_groups": 2, "group_score": "top2_sum", "has_bias": True}
     yield examples.route(inputs, 5, 40, 3, "softmax")
@@ -155,4 +156,5 @@ def _examples(inputs: Inputs, config: AttentionConfig, formats: Collection[Quant
         yield from examples.quantized_matmuls(inputs, form, (3,), hidden, features=70)
         yield from examples.quantized_experts(inputs, form, (3,), (2, 1, hidden, inner))
     yield examples.activation(inputs, 3, 100, "quick_gelu", gated=False)
+    yield examples.fused_experts(inputs, 3, (5, 2, 200, 48), "relu2", gated=False, has_changes=True)
     yield from examples.sequences(inputs, (70, 1, 19, 110), heads, rotary_dim=16)

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.cache import LARGEST
+from quire.kernels.low_rank import ExpertChanges
 from quire.kernels.packed_state import Packed
 from quire.kernels.quantized import VALUES, QuantizedWeight, common_factor, round_static, values_on
-from quire.kernels.reference import act_mul, activate, add_rms_norm, by_expert, rms_norm
+from quire.kernels.reference import act_mul, activate, add_rms_norm, mix_experts, rms_norm
 
 WORDS = 16
 """Words of a feature in a block, and inputs of a step of the tensor cores."""
@@ -182,16 +183,18 @@ def coded_fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     gated: bool = True,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
     """`reference.fused_experts` with stacks of packed weights. Their shapes do not show whether there are gates:
     reordered columns may be more than the inputs."""
 
-    def feed_forward(expert: int, rows: Tensor) -> Tensor:
-        both = coded_matmul(rows, gate_up.at(expert), _bias_at(gate_up_bias, expert))
-        inner = (act_mul if gated else activate)(both, activation)
+    def gates_and_ups(expert: int, rows: Tensor) -> Tensor:
+        return coded_matmul(rows, gate_up.at(expert), _bias_at(gate_up_bias, expert))
+
+    def downs(expert: int, inner: Tensor) -> Tensor:
         return coded_matmul(inner, down.at(expert), _bias_at(down_bias, expert))
 
-    return by_expert(x, weights, ids, len(down.words), feed_forward)
+    return mix_experts(x, weights, ids, len(down.words), gates_and_ups, downs, activation, gated, changes)
 
 
 def _bias_at(bias: Tensor | None, expert: int) -> Tensor | None:
@@ -340,6 +343,7 @@ def rounded_fused_experts(
     down_bias: Tensor | None = None,
     x_scales: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
     """`reference.fused_experts` with weights and scales as in `rounded_matmul`, stacked to `[experts, …]`; `x_scales`
     and `dtype` are as in `rounded_matmul`, too."""
@@ -347,10 +351,12 @@ def rounded_fused_experts(
     if x_scales is None:
         x, x_scales = round_rows(x, *rounding)
 
-    def feed_forward(expert: int, rows: RoundedRows) -> Tensor:
+    def gates_and_ups(expert: int, rows: RoundedRows) -> Tensor:
         bias = _bias_at(gate_up_bias, expert)
-        both = rounded_matmul(rows.codes, gate_up[expert], gate_up_scales[expert], bias, rows.scales, rows.dtype)
-        inner = (act_mul if gate_up.shape[1] > down.shape[2] else activate)(both, activation)
+        return rounded_matmul(rows.codes, gate_up[expert], gate_up_scales[expert], bias, rows.scales, rows.dtype)
+
+    def downs(expert: int, inner: Tensor) -> Tensor:
         return rounded_matmul(inner, down[expert], down_scales[expert], _bias_at(down_bias, expert))
 
-    return by_expert(RoundedRows(x, x_scales, dtype, rounding), weights, ids, len(down), feed_forward)
+    rows, is_gated = RoundedRows(x, x_scales, dtype, rounding), gate_up.shape[1] > down.shape[2]
+    return mix_experts(rows, weights, ids, len(down), gates_and_ups, downs, activation, is_gated, changes)

@@ -22,7 +22,7 @@ from quire.kernels.attention_config import AttentionCase, AttentionLayer, HostMe
 from quire.kernels.cache import FP8_CAPABILITY, LARGEST, StateSegments, allocate_kv_cache
 from quire.kernels.coded_words import RowRounding, pack_words, typed_codes
 from quire.kernels.fp4 import FP4_CAPABILITY, pack_fp4
-from quire.kernels.low_rank import AdapterRows, LowRankPool
+from quire.kernels.low_rank import AdapterRows, ExpertChanges, LowRankPool
 from quire.kernels.quantized import VALUES, QuantizedFormat, QuantizedWeight
 
 _LEAST_STEPS = {
@@ -348,15 +348,35 @@ def fused_experts(
     *,
     gated: bool = True,
     has_biases: bool = False,
+    has_changes: bool = False,
 ) -> Example:
     """`sizes` are experts, the experts of a token, and features of the input and inside."""
     experts, top_k, hidden, inner = sizes
     up = inputs.normal(experts, inner * (1 + gated), hidden) / hidden**0.5
     down = inputs.normal(experts, hidden, inner) / inner**0.5
-    biases = (inputs.normal(*up.shape[:2]), inputs.normal(*down.shape[:2])) if has_biases else ()
+    biases: tuple[Any, ...] = (inputs.normal(*up.shape[:2]), inputs.normal(*down.shape[:2])) if has_biases else ()
     x, chosen = inputs.normal(tokens, hidden), _chosen(inputs, tokens, experts, top_k)
     named = f"{tokens} tokens, {sizes}, {activation}"
+    if has_changes:
+        named, changes = f"{named}, changes", expert_changes(inputs, x, chosen[1], sizes, gated=gated)
+        biases = *(biases or (None, None)), changes
     return _example("fused_experts", named, x, *chosen, up, down, activation, *biases)
+
+
+def expert_changes(
+    inputs: Inputs, x: Tensor, ids: Tensor, sizes: tuple[int, int, int, int], *, gated: bool = True
+) -> ExpertChanges:
+    """Changes of experts by as many adapters as servers have slots. `sizes` are as in `fused_experts`."""
+    (experts, _, hidden, inner), adapters = sizes, 64
+    ranks = [1 + (5 * slot) % 16 for slot in range(adapters * experts)]
+    pools = (
+        low_rank_pool(inputs, hidden, (inner, inner)[: 1 + gated], ranks),
+        low_rank_pool(inputs, inner, (hidden,), ranks),
+    )
+    for pool in pools:
+        pool.b.mul_(0.25)  # so that the rounding of what is in between changes no result by more than the tolerance
+    rows = AdapterRows.of(inputs.integers(-1, adapters, len(x)), adapters)
+    return ExpertChanges.of(*pools, x, ids, rows, experts)
 
 
 def low_rank_pool(
@@ -367,7 +387,8 @@ def low_rank_pool(
     dtype: torch.dtype | None = None,
     **options: bool,
 ) -> LowRankPool:
-    """A slot for each rank, which is that of its first part; the second part has the rank of the next slot, …"""
+    """A slot for each rank, which is that of its first part; the second part has the rank of the next slot, … The
+    second slot has no row of scales and biases."""
     ranks_of = [[ranks[(slot + part) % len(ranks)] for part in range(len(widths))] for slot in range(len(ranks))]
     pool = LowRankPool.allocate(
         len(ranks),
@@ -387,6 +408,8 @@ def low_rank_pool(
         ]
         pool.assign(slot, first, [change if len(change[0]) else None for change in changes])
         first += sum(every)
+    pool.vectors.copy_(pool.vectors.flip(0))
+    pool.vectors[1:2] = -1
     if pool.scale is not None:
         pool.scale.copy_(inputs.uniform(*pool.scale.shape) + 0.5)
     if pool.bias is not None:

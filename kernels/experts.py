@@ -20,11 +20,13 @@ from torch import Tensor
 from quire.kernels import coded_words, fp4, linear, packed, packed_state, quantized, reference
 from quire.kernels.coded_words import RoundedRows, RowRounding
 from quire.kernels.dispatch import by_device
+from quire.kernels.low_rank import ExpertChanges
 from quire.kernels.packed_state import Packed
 from quire.kernels.quantized import QuantizedWeight
 
 fused_experts = by_device(reference.fused_experts)
 _act_mul = by_device(reference.act_mul)
+_add_low_rank = by_device(reference.add_low_rank)
 _packed_experts = by_device(packed.packed_experts)
 _pack_tiles = by_device(packed.pack_tiles)
 _pack_coded_tiles = by_device(quantized.pack_coded_tiles)
@@ -38,7 +40,7 @@ class PackedExperts(Packed, ABC):
     """Experts in the layout that the device multiplies fastest."""
 
     @abstractmethod
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, changes: ExpertChanges | None = None) -> Tensor:
         """The weighted sums `[tokens, hidden]`; see `fused_experts`."""
 
     @property
@@ -46,7 +48,7 @@ class PackedExperts(Packed, ABC):
         """As in `linear.PackedLinear`."""
         return None
 
-    def of_rounded(self, x: RoundedRows, weights: Tensor, ids: Tensor) -> Tensor:
+    def of_rounded(self, x: RoundedRows, weights: Tensor, ids: Tensor, changes: ExpertChanges | None = None) -> Tensor:
         """As in `linear.PackedLinear`."""
         raise AssertionError(f"{type(self).__name__} does not take rounded inputs")
 
@@ -145,8 +147,8 @@ class PlainExperts(PackedExperts):
     ) -> None:
         self._weights = gate_up.detach(), down.detach(), activation, *_detached(gate_up_bias, down_bias)
 
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return fused_experts(x, weights, ids, *self._weights)
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, changes: ExpertChanges | None = None) -> Tensor:
+        return fused_experts(x, weights, ids, *self._weights, changes=changes)
 
     def state(self, index: int) -> list[Tensor]:
         return _tensors_at(self._weights, index)
@@ -180,8 +182,8 @@ class TiledExperts(PackedExperts):
         first_bias, second_bias = _tiled_biases(gate_up_bias, down_bias, gated)
         self._weights, self._gated = (*first, first_bias, *second, second_bias, activation), gated
 
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return _packed_experts(x, weights, ids, *self._weights, self._gated)
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, changes: ExpertChanges | None = None) -> Tensor:
+        return _packed_experts(x, weights, ids, *self._weights, self._gated, changes)
 
     def state(self, index: int) -> list[Tensor]:
         return _tensors_at(self._weights, index)
@@ -206,8 +208,8 @@ class CodedExperts(PackedExperts):
         self._weights = first.tiles, first.scales, first_bias, second.tiles, second.scales, second_bias, activation
         self._form = first.values, first.group, first.factors, second.group, second.factors, gated
 
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return _coded_experts(x, weights, ids, *self._weights, *self._form)
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, changes: ExpertChanges | None = None) -> Tensor:
+        return _coded_experts(x, weights, ids, *self._weights, *self._form, changes)
 
     @property
     def layout(self) -> str:
@@ -232,8 +234,9 @@ class CodedWordsExperts(PackedExperts):
         self._weights = coded_words.pack_words(gate_up), coded_words.pack_words(down)
         self._activation, self._biases, self._gated = activation, _detached(gate_up_bias, down_bias), gated
 
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return _coded_fused_experts(x, weights, ids, *self._weights, self._activation, *self._biases, self._gated)
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, changes: ExpertChanges | None = None) -> Tensor:
+        given = *self._weights, self._activation, *self._biases, self._gated
+        return _coded_fused_experts(x, weights, ids, *given, changes)
 
     @property
     def layout(self) -> str:
@@ -258,16 +261,16 @@ class RoundedExperts(PackedExperts):
         first, second = ((coded_words.typed_codes(each), each.scales) for each in (gate_up, down))
         self._weights = *first, *second, activation, *_detached(gate_up_bias, down_bias)
 
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return _rounded_fused_experts(x, weights, ids, *self._weights)
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, changes: ExpertChanges | None = None) -> Tensor:
+        return _rounded_fused_experts(x, weights, ids, *self._weights, changes=changes)
 
     @property
     def row_rounding(self) -> RowRounding | None:
         codes, scales, *_ = self._weights
         return RowRounding(codes.dtype, scales.shape[2])
 
-    def of_rounded(self, x: RoundedRows, weights: Tensor, ids: Tensor) -> Tensor:
-        return _rounded_fused_experts(x.codes, weights, ids, *self._weights, x.scales, x.dtype)
+    def of_rounded(self, x: RoundedRows, weights: Tensor, ids: Tensor, changes: ExpertChanges | None = None) -> Tensor:
+        return _rounded_fused_experts(x.codes, weights, ids, *self._weights, x.scales, x.dtype, changes)
 
     def state(self, index: int) -> list[Tensor]:
         return _tensors_at(self._weights, index)
@@ -287,8 +290,8 @@ class Fp4Experts(PackedExperts):
         self._weights = fp4.pack_fp4(gate_up), fp4.pack_fp4(down)
         self._activation, self._biases = activation, _detached(gate_up_bias, down_bias)
 
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return _fp4_fused_experts(x, weights, ids, *self._weights, self._activation, *self._biases)
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, changes: ExpertChanges | None = None) -> Tensor:
+        return _fp4_fused_experts(x, weights, ids, *self._weights, self._activation, *self._biases, changes)
 
     def state(self, index: int) -> list[Tensor]:
         return [each for weight in self._weights for each in weight.at(index).tensors] + _tensors_at(
@@ -397,13 +400,15 @@ class ExpertByExpert(PackedExperts):
             [None] * len(down) if bias is None else list(bias.detach()) for bias in (gate_up_bias, down_bias)
         )
 
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return reference.by_expert(x, weights, ids, len(self._down), self._feed_forward)
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor, changes: ExpertChanges | None = None) -> Tensor:
+        def gates_and_ups(expert: int, rows: Tensor) -> Tensor:
+            return self._gate_up[expert](rows, self._gate_up_biases[expert])
 
-    def _feed_forward(self, expert: int, rows: Tensor) -> Tensor:
-        both = self._gate_up[expert](rows, self._gate_up_biases[expert])
-        inner = (_act_mul if self._gated else reference.activate)(both, self._activation)
-        return self._down[expert](inner, self._down_biases[expert])
+        def downs(expert: int, inner: Tensor) -> Tensor:
+            return self._down[expert](inner, self._down_biases[expert])
+
+        given = gates_and_ups, downs, self._activation, self._gated
+        return reference.mix_experts(x, weights, ids, len(self._down), *given, changes, _act_mul, _add_low_rank)
 
     @property
     def layout(self) -> str:

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.low_rank import ExpertChanges
 from quire.kernels.packed_state import Packed
 from quire.kernels.quantized import QuantizedWeight, Rounding, nearest_codes, values_on
-from quire.kernels.reference import act_mul, activate, by_expert
+from quire.kernels.reference import mix_experts
 
 FP4_CAPABILITY = (10, 0)
 """The lowest compute capability of NVIDIA GPUs that multiply 4-bit floats."""
@@ -125,16 +126,18 @@ def fp4_fused_experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
     """`reference.fused_experts` with stacks of packed weights; inputs are rounded for each expert by its own scale."""
 
-    def feed_forward(expert: int, rows: Tensor) -> Tensor:
-        first, second = (None if each is None else each[expert] for each in (gate_up_bias, down_bias))
-        both = fp4_matmul(rows, gate_up.at(expert), first)
-        inner = (act_mul if has_gates(gate_up, down) else activate)(both, activation)
-        return fp4_matmul(inner, down.at(expert), second)
+    def gates_and_ups(expert: int, rows: Tensor) -> Tensor:
+        return fp4_matmul(rows, gate_up.at(expert), None if gate_up_bias is None else gate_up_bias[expert])
 
-    return by_expert(x, weights, ids, len(down.codes), feed_forward)
+    def downs(expert: int, inner: Tensor) -> Tensor:
+        return fp4_matmul(inner, down.at(expert), None if down_bias is None else down_bias[expert])
+
+    is_gated = has_gates(gate_up, down)
+    return mix_experts(x, weights, ids, len(down.codes), gates_and_ups, downs, activation, is_gated, changes)
 
 
 def has_gates(gate_up: Fp4Weight, down: Fp4Weight) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire.kernels import coded_words, dispatch, fp4, isa, packed, quantized, reference
 from quire.kernels.cache import FP8_CAPABILITY
-from quire.kernels.coded_words import RoundedRows, RowRounding
+from quire.kernels.coded_words import RoundedRows, RowRounding, plain_rows
 from quire.kernels.dispatch import by_device
 from quire.kernels.low_rank import AdapterRows, LowRankPool
 from quire.kernels.packed_state import Packed
@@ -75,14 +75,17 @@ class PackedLinear(Packed, ABC):
         """The gated activation that calls apply, or ""."""
         return ""
 
-    def with_low_rank(self, x: Tensor, bias: Tensor | None, pool: LowRankPool, rows: AdapterRows) -> Tensor:
+    def with_low_rank(
+        self, x: Tensor | RoundedRows, bias: Tensor | None, pool: LowRankPool, rows: AdapterRows
+    ) -> Tensor:
         """Like a call, of a layer that adapters change; of gated ones, gates and ups are the parts of `pool`. Rows
         without an adapter have the results of a call, to the last bit where a row does not depend on the others. If
-        none has any, it is a call."""
+        none has any, it is a call. Of rounded rows, the plain ones are multiplied by A."""
+        call = self.of_rounded if isinstance(x, RoundedRows) else self
         if not rows.has_adapters:
-            return self(x, bias)
-        out = self.gates_and_ups(x, bias) if self.activation else self(x, bias)
-        _add_low_rank(out, x, pool, rows)
+            return call(x, bias)  # type: ignore[arg-type]
+        out = self.gates_and_ups(x, bias) if self.activation else call(x, bias)  # type: ignore[arg-type]
+        _add_low_rank(out, plain_rows(x), pool, rows)
         return _act_mul(out, self.activation).to(x.dtype) if self.activation else out
 
     def gates_and_ups(self, x: Tensor | RoundedRows, bias: Tensor | None) -> Tensor:
@@ -301,7 +304,10 @@ class FusedLinear(PackedLinear):
     def activation(self) -> str:
         return self._activation
 
-    def with_low_rank(self, x: Tensor, bias: Tensor | None, pool: LowRankPool, rows: AdapterRows) -> Tensor:
+    def with_low_rank(
+        self, x: Tensor | RoundedRows, bias: Tensor | None, pool: LowRankPool, rows: AdapterRows
+    ) -> Tensor:
+        assert isinstance(x, Tensor)
         if not (rows.has_adapters and self._activation) or self._tiles is None:
             return super().with_low_rank(x, bias, pool, rows)
         bias = self._interleaved(bias)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +30,8 @@ class AdapterRows(NamedTuple):
     """False: the host knows that no row has an adapter, and layers are as without any. A captured step keeps this: one
     for rows that may have adapters has True, is right for every step, and reads no rank rows for rows of none; one with
     False is a step of its own, for batches of none."""
+    host_starts: npt.NDArray[np.int64] | None = None
+    """`starts`, on the host; None: they are not known there, as in captured steps."""
 
     @classmethod
     def of(cls, slots: Tensor, num_slots: int, has_adapters: bool = True) -> AdapterRows:
@@ -36,10 +40,31 @@ class AdapterRows(NamedTuple):
         On CPUs, operations refuse rows whose slot is `num_slots` or more. On GPUs nothing waits to read the numbers:
         the caller is to check them before it sends them, or such a row is one of none.
         """
-        groups = torch.where(slots < 0, num_slots, slots + (slots >= num_slots))  # none's is the last one
-        ordered, order = groups.sort(stable=True)
-        starts = torch.searchsorted(ordered, torch.arange(num_slots + 2, device=slots.device))
-        return cls(order, starts, has_adapters)
+        last = num_slots + 1  # of slots that do not exist, after none's
+        groups = torch.where(slots < 0, num_slots, slots + (slots >= num_slots)).clamp_(max=last)
+        counts = torch.zeros(last + 2, dtype=torch.int64, device=slots.device)
+        starts = counts.scatter_add_(0, groups + 1, torch.ones_like(groups)).cumsum(0)[: last + 1]
+        return cls(groups.argsort(stable=True), starts, has_adapters)
+
+    def count(self, slot: int) -> int:
+        """The number of a slot's rows; 0 if the host does not know it."""
+        return 0 if self.host_starts is None else int(self.host_starts[slot + 1] - self.host_starts[slot])
+
+    def of_slot(self, slot: int) -> Tensor:
+        """The numbers of a slot's rows, as far as the host knows them."""
+        first = 0 if self.host_starts is None else int(self.host_starts[slot])
+        return self.order[first : first + self.count(slot)]
+
+    def slots(self) -> Tensor:
+        """The slot of each row, int64 `[rows]`; -1: none. Does not wait for the device."""
+        numbers = torch.arange(len(self.order), device=self.order.device)
+        groups = torch.searchsorted(self.starts[1:-1], numbers, right=True)
+        slots = torch.where(groups < len(self.starts) - 2, groups, -1)
+        return torch.empty_like(self.order).scatter_(0, self.order, slots)
+
+    def of_rows(self, rows: slice) -> AdapterRows:
+        """Those of some rows alone. Does not wait for the device."""
+        return AdapterRows.of(self.slots()[rows], len(self.starts) - 2, self.has_adapters)
 
 
 @dataclass(frozen=True)
@@ -65,10 +90,12 @@ class LowRankPool:
     largest_rank: int
     """At least the rank of any slot. On a GPU, the size of an intermediate result depends on it: a captured step keeps
     this number."""
+    vectors: Tensor
+    """Int64 `[num_slots]`: the row of `scale` and `bias` that the slot has; negative: it has none."""
     scale: Tensor | None = None
-    """Float32 `[num_slots, out]`, factors of the changed product (DoRA, Liu et al. 2024); None: all are 1."""
+    """Float32 `[vector rows, out]`, factors of the changed product (DoRA, Liu et al. 2024); None: all are 1."""
     bias: Tensor | None = None
-    """Float32 `[num_slots, out]`, added in the end; None: all are 0. If the layer's product includes a bias, which
+    """Float32 `[vector rows, out]`, added in the end; None: all are 0. If the layer's product includes a bias, which
     factors must not change, this is to include `(1 - scale)` times that bias."""
 
     @classmethod
@@ -85,7 +112,7 @@ class LowRankPool:
         has_scale: bool = False,
         has_bias: bool = False,
     ) -> LowRankPool:
-        """A pool in which no slot changes anything."""
+        """A pool in which no slot changes anything. With scales or biases, each slot has the row of its number."""
         out = sum(widths)
         bounds = torch.tensor([0, *widths], device=device).cumsum(0)
         return cls(
@@ -95,6 +122,7 @@ class LowRankPool:
             tuple(widths),
             bounds,
             largest_rank,
+            torch.arange(num_slots, device=device),
             torch.ones(num_slots, out, device=device) if has_scale else None,
             torch.zeros(num_slots, out, device=device) if has_bias else None,
         )
@@ -115,3 +143,58 @@ class LowRankPool:
                 self.b[first : first + rank, :width] = b.T
             self.slots[slot, part] = torch.tensor((first, rank))
             first += rank
+
+
+class ExpertChanges(NamedTuple):
+    """The low-rank changes of a layer's experts in a step. Each row has a *pair* with each of its experts, one row's
+    pairs after another's.
+
+    In the pools, expert e of `experts` has the slot `adapter's slot * experts + e`.
+    """
+
+    gate_up: LowRankPool | None
+    """None: no adapter changes these matrices."""
+    down: LowRankPool | None
+    x: Tensor
+    """The experts' inputs as they were before they were rounded."""
+    slots: Tensor
+    """Int64 `[pairs]`, in the pools; negative: the row has no adapter, or the expert is on another rank."""
+    pairs: AdapterRows
+    """The pairs by these slots."""
+
+    @classmethod
+    def of(
+        cls,
+        gate_up: LowRankPool | None,
+        down: LowRankPool | None,
+        x: Tensor,
+        ids: Tensor,
+        rows: AdapterRows,
+        experts: int,
+    ) -> Self:
+        """`ids` are the experts of `rows`, `[rows, top_k]`, as in `kernels.fused_experts`."""
+        adapters = rows.slots()[:, None]
+        has_none = (adapters < 0) | (ids < 0) | (ids >= experts)
+        slots = torch.where(has_none, -1, adapters * experts + ids).flatten()
+        return cls(gate_up, down, x, slots, AdapterRows.of(slots, (len(rows.starts) - 2) * experts))
+
+    @property
+    def size(self) -> int:
+        """The features between the two matrices."""
+        if self.gate_up is not None:
+            return self.gate_up.widths[0]
+        assert self.down is not None
+        return self.down.a.shape[1]
+
+    def of_pairs(self, pairs: Tensor, top_k: int) -> Self:
+        """The changes of some pairs alone, as of rows with one expert."""
+        slots = self.slots[pairs]
+        return self._replace(
+            x=self.x[pairs // top_k], slots=slots, pairs=AdapterRows.of(slots, len(self.pairs.starts) - 2)
+        )
+
+    def of_rows(self, rows: slice) -> Self:
+        """The changes of some rows alone."""
+        top_k = len(self.slots) // len(self.x)
+        slots = self.slots.view(-1, top_k)[rows].flatten()
+        return self._replace(x=self.x[rows], slots=slots, pairs=AdapterRows.of(slots, len(self.pairs.starts) - 2))

@@ -6,14 +6,14 @@ A weight is laid out in tiles of output features, with elements of 32, 16, 8 or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.low_rank import AdapterRows, LowRankPool
-from quire.kernels.reference import act_mul, activate, add_low_rank, by_expert
+from quire.kernels.low_rank import AdapterRows, ExpertChanges, LowRankPool
+from quire.kernels.reference import act_mul, add_low_rank, mix_experts
 
 INT8_ZERO = 128
 """The unsigned byte that represents 0 in quantized activations."""
@@ -227,6 +227,7 @@ def packed_experts(
     down_bias: Tensor | None,
     activation: str,
     gated: bool = True,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
     """`fused_experts` with the packed tiles of each expert, `[experts, tiles, …]`.
 
@@ -236,14 +237,14 @@ def packed_experts(
     """
 
     def product(rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
-        features = weight.shape[1] * TILE
+        features, rows = weight.shape[1] * TILE, rows.float()
         if scales is not None:
             out = int8_linear(rows, weight[expert], scales[expert], None, features)
         elif weight.dtype == torch.uint8:
             out = int4_linear(rows, weight[expert], None, features)
         else:
             out = tiled_linear(rows, weight[expert], None, features)
-        return out if bias is None else (out + bias[expert]).to(x.dtype)
+        return out if bias is None else out + bias[expert]
 
     def gates_and_ups(expert: int, rows: Tensor) -> Tensor:
         return product(rows, gate_up, gate_up_scales, gate_up_bias, expert)
@@ -251,26 +252,31 @@ def packed_experts(
     def downs(expert: int, rows: Tensor) -> Tensor:
         return product(rows, down, down_scales, down_bias, expert)
 
-    return feed_forward_by_tiles(x, weights, ids, len(gate_up), gates_and_ups, downs, activation, gated)
+    return mix_tiles(x, weights, ids, gate_up.shape, gates_and_ups, downs, activation, gated, changes)
 
 
-def feed_forward_by_tiles(
+def mix_tiles(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
-    num_experts: int,
+    shape: Sequence[int],
     gate_up: Callable[[int, Tensor], Tensor],
     down: Callable[[int, Tensor], Tensor],
     activation: str,
     gated: bool,
+    changes: ExpertChanges | None,
 ) -> Tensor:
-    """`by_expert` with products of an expert and its rows, whose results have the features of whole tiles."""
+    """`mix_experts` with products of an expert and its rows, float32, which have the features of whole tiles; `shape`
+    is that of the tiles of `gate_up`."""
+    num_experts, tiles, *_ = shape
+    inputs = tiles * (TILE // 2 if gated else TILE)
+    size = inputs if changes is None else changes.size
 
-    def feed_forward(expert: int, rows: Tensor) -> Tensor:
-        both = gate_up(expert, rows)
-        if not gated:
-            return down(expert, activate(both, activation))[:, : x.shape[1]]
-        halves = both.view(len(rows), -1, 2, TILE // 2).transpose(1, 2)  # gates, ups
-        return down(expert, act_mul(halves.reshape(len(rows), -1), activation))[:, : x.shape[1]]
+    def gates_and_ups(expert: int, rows: Tensor) -> Tensor:
+        parts = gate_up(expert, rows).view(len(rows), tiles, -1, TILE // 2 if gated else TILE).transpose(1, 2)
+        return parts.flatten(2)[:, :, :size].flatten(1)
 
-    return by_expert(x, weights, ids, num_experts, feed_forward)
+    def downs(expert: int, inner: Tensor) -> Tensor:
+        return down(expert, F.pad(inner, (0, inputs - size)))[:, : x.shape[1]]
+
+    return mix_experts(x, weights, ids, num_experts, gates_and_ups, downs, activation, gated, changes)

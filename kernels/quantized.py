@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.low_rank import ExpertChanges
 from quire.kernels.packed import (
     INT8_OFFSET,
     TILE,
     _gated,
     _pack_tiles,
-    feed_forward_by_tiles,
     interleave_gated,
+    mix_tiles,
     pack_tiles,
 )
 
@@ -418,6 +419,7 @@ def coded_experts(
     down_group: int,
     down_factors: int,
     gated: bool = True,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
     """`packed_experts` with the `CodedTiles` of each expert: tiles `[experts, tiles, steps, bytes]`, and float32 scales
     and biases `[experts, tiles * TILE]`."""
@@ -425,14 +427,14 @@ def coded_experts(
     def gates_and_ups(expert: int, rows: Tensor) -> Tensor:
         tiles, scales = gate_up[expert], gate_up_scales[expert]
         bias = None if gate_up_bias is None else gate_up_bias[expert]
-        return coded_linear(rows, tiles, scales, bias, len(scales), values, gate_up_group, gate_up_factors)
+        return coded_linear(rows.float(), tiles, scales, bias, len(scales), values, gate_up_group, gate_up_factors)
 
     def downs(expert: int, rows: Tensor) -> Tensor:
         tiles, scales = down[expert], down_scales[expert]
         bias = None if down_bias is None else down_bias[expert]
-        return coded_linear(rows, tiles, scales, bias, len(scales), values, down_group, down_factors)
+        return coded_linear(rows.float(), tiles, scales, bias, len(scales), values, down_group, down_factors)
 
-    return feed_forward_by_tiles(x, weights, ids, len(gate_up), gates_and_ups, downs, activation, gated)
+    return mix_tiles(x, weights, ids, gate_up.shape, gates_and_ups, downs, activation, gated, changes)
 
 
 def pack_int8_codes(

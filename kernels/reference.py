@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.cache import LARGEST, QuantizedRows, StateSegments, dequantize, quantize
-from quire.kernels.low_rank import AdapterRows, LowRankPool
+from quire.kernels.low_rank import AdapterRows, ExpertChanges, LowRankPool
 from quire.kernels.noise import gumbel_noise, uniform_noise
 from quire.kernels.sequences import SequenceKV
 
@@ -206,11 +206,11 @@ def paged_attention(
     """Causal attention over a paged KV cache (Kwon et al. 2023), with prefill chunks and decodes in one batch.
 
     `query` is `[tokens, heads, head_dim]`, with the tokens of request `r` in rows `query_starts[r]:query_starts[r + 1]`
-    (at least one). They are the last tokens of the request's `sequence_lengths[r]` tokens, whose keys and values are
-    all in `cache` `[2, blocks, kv_heads, block_size, row]`, in the blocks `block_tables[r]` (`[requests, max_blocks]`;
-    entries beyond the sequence may be any valid block). Query head `h` reads KV head `h // (heads // kv_heads)`. Scores
-    are multiplied by `scale` and summed in float32. Returns the shape of `query`. Keys and values may share memory
-    (`cache` expanded from one side, as for MLA).
+    (there may be none). They are the last tokens of the request's `sequence_lengths[r]` tokens, whose keys and values
+    are all in `cache` `[2, blocks, kv_heads, block_size, row]`, in the blocks `block_tables[r]` (`[requests,
+    max_blocks]`; entries beyond the sequence may be any valid block). Query head `h` reads KV head `h // (heads //
+    kv_heads)`. Scores are multiplied by `scale` and summed in float32. Returns the shape of `query`. Keys and values
+    may share memory (`cache` expanded from one side, as for MLA).
 
     - `window` above 0: a query attends to that many keys, including its own. Blocks that no query of a request attends
       to are not read; their entries in `block_tables` may be any valid block.
@@ -491,10 +491,12 @@ def mhc_post(x: Tensor, streams: Tensor, outputs: Tensor, mixed: Tensor) -> Tens
 def _group_requests(counts: Tensor, blocks: Tensor, block_elements: int) -> Iterator[tuple[Tensor, int, int]]:
     """Group requests for dense computation; yields `(requests, queries of each, blocks of the longest)`.
 
-    A group has the same number of queries, and contexts within a factor of two, to limit padding.
+    A group has the same number of queries, and contexts within a factor of two, to limit padding. Requests without
+    queries are in none.
     """
     host = torch.stack((counts, blocks)).cpu().numpy()
     order = np.lexsort((host[1], host[0]))
+    order = order[host[0, order] > 0]
     host = host[:, order]
     bucket = np.frexp(host[1])[1]
     edges = np.flatnonzero(np.diff(host[0], prepend=-1) | np.diff(bucket, prepend=-1))
@@ -678,6 +680,35 @@ def _highest(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+def add_low_rank(out: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None:
+    """Add the changes by each row's adapter to the product of a linear layer, in place, with float32 sums:
+    `out = scale * (out + x A^T B^T) + bias`, for the parts of `pool`. Of bfloat16, the sums `x A^T` may be rounded to
+    bfloat16 before B multiplies them (with AVX-512 BF16, and in Triton); of float16 they are not: they may exceed it.
+
+    `x` is `[rows, in]` and `out` `[rows, out]`, of the type of `x` or float32. Rows without an adapter do not change.
+    If `out` has a multiple of the rows of `x`, as many of its rows, one after another, have the same inputs; `rows` are
+    those of `out`.
+    """
+    x = x if len(x) == len(out) else x.repeat_interleave(len(out) // len(x), dim=0)
+    *starts, all_end = rows.starts.tolist()
+    if all_end != len(x):
+        raise RuntimeError(f"row {int(rows.order[all_end])} has a slot that does not exist")
+    slots = pool.slots.tolist()
+    for slot, (begin, end) in enumerate(pairwise(starts)):
+        if begin == end:
+            continue
+        own = rows.order[begin:end]
+        changed, inputs = out[own].float(), x[own].float()
+        for part, (first, rank) in zip(changed.split_with_sizes(pool.widths, dim=1), slots[slot], strict=True):
+            if rank:  # otherwise even zeros keep their signs
+                a, b = (each[first : first + rank].float() for each in (pool.a, pool.b))
+                part.add_(F.linear(inputs, a) @ b[:, : part.shape[1]])
+        if (vector := int(pool.vectors[slot])) >= 0:
+            changed = changed if pool.scale is None else changed * pool.scale[vector]
+            changed = changed if pool.bias is None else changed + pool.bias[vector]
+        out[own] = changed.to(out.dtype)
+
+
 def fused_experts(
     x: Tensor,
     weights: Tensor,
@@ -687,6 +718,7 @@ def fused_experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts; `x` and the result are `[tokens, hidden]`, sums are float32.
 
@@ -695,14 +727,19 @@ def fused_experts(
     without gates is `down(activate(gate_up(x), activation))`, with half as many rows of `gate_up`. `weights` and `ids`
     are `[tokens, top_k]`. An id that is negative or beyond the last expert adds nothing: the expert is on another
     rank.
+
+    `changes` are made to the results of `gate_up` and `down` as by `add_low_rank`; tokens without an adapter have the
+    results of a call without, to the last bit where a token does not depend on the others.
     """
 
-    def feed_forward(expert: int, rows: Tensor) -> Tensor:
-        both = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        inner = (act_mul if gate_up.shape[1] > down.shape[2] else activate)(both, activation)
+    def gates_and_ups(expert: int, rows: Tensor) -> Tensor:
+        return F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+
+    def downs(expert: int, inner: Tensor) -> Tensor:
         return F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
 
-    return by_expert(x, weights, ids, len(gate_up), feed_forward)
+    is_gated = gate_up.shape[1] > down.shape[2]
+    return mix_experts(x, weights, ids, len(gate_up), gates_and_ups, downs, activation, is_gated, changes)
 
 
 class Rows(Protocol):
@@ -723,37 +760,46 @@ R = TypeVar("R", bound=Rows)
 def by_expert(x: R, weights: Tensor, ids: Tensor, experts: int, feed_forward: Callable[[int, R], Tensor]) -> Tensor:
     """The weighted sum of `feed_forward(expert, rows)` over each token's experts; skips experts without rows."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=ids.device)
-    for expert in torch.unique(ids).tolist():
-        if 0 <= expert < experts:
-            tokens, places = torch.nonzero(ids == expert, as_tuple=True)
-            rows = feed_forward(expert, x[tokens])
-            total.index_add_(0, tokens, rows.float() * weights[tokens, places, None])
+    for expert, tokens, places in _routed(ids, experts):
+        rows = feed_forward(expert, x[tokens])
+        total.index_add_(0, tokens, rows.float() * weights[tokens, places, None])
     return total.to(x.dtype)
 
 
-def add_low_rank(out: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None:
-    """Add the changes by each row's adapter to the product of a linear layer, in place, with float32 sums:
-    `out = scale * (out + x A^T B^T) + bias`, for the parts of `pool`. Of bfloat16, the sums `x A^T` may be rounded to
-    bfloat16 before B multiplies them (with AVX-512 BF16, and in Triton); of float16 they are not: they may exceed it.
+def mix_experts(
+    x: R,
+    weights: Tensor,
+    ids: Tensor,
+    experts: int,
+    gate_up: Callable[[int, R], Tensor],
+    down: Callable[[int, Tensor], Tensor],
+    activation: str,
+    gated: bool,
+    changes: ExpertChanges | None,
+    act_mul: Callable[[Tensor, str], Tensor] = act_mul,
+    add_low_rank: Callable[[Tensor, Tensor, LowRankPool, AdapterRows], None] = add_low_rank,
+) -> Tensor:
+    """`fused_experts` with products of an expert and its rows, which this changes in place. The last two may be other
+    implementations."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=ids.device)
+    for expert, tokens, places in _routed(ids, experts):
+        own = None if changes is None else changes.of_pairs(tokens * ids.shape[1] + places, ids.shape[1])
+        both = gate_up(expert, x[tokens])
+        if own is not None and own.gate_up is not None:
+            add_low_rank(both, own.x, own.gate_up, own.pairs)
+        inner = (act_mul if gated else activate)(both, activation).to(x.dtype)
+        out = down(expert, inner)
+        if own is not None and own.down is not None:
+            add_low_rank(out, inner, own.down, own.pairs)
+        total.index_add_(0, tokens, out.float() * weights[tokens, places, None])
+    return total.to(x.dtype)
 
-    `x` is `[rows, in]` and `out` `[rows, out]`, of the type of `x` or float32. Rows without an adapter do not change.
-    """
-    *starts, all_end = rows.starts.tolist()
-    if all_end != len(x):
-        raise RuntimeError(f"row {int(rows.order[all_end])} has a slot that does not exist")
-    slots = pool.slots.tolist()
-    for slot, (begin, end) in enumerate(pairwise(starts)):
-        if begin == end:
-            continue
-        own = rows.order[begin:end]
-        changed, inputs = out[own].float(), x[own].float()
-        for part, (first, rank) in zip(changed.split_with_sizes(pool.widths, dim=1), slots[slot], strict=True):
-            if rank:  # otherwise even zeros keep their signs
-                a, b = (each[first : first + rank].float() for each in (pool.a, pool.b))
-                part.add_(F.linear(inputs, a) @ b[:, : part.shape[1]])
-        changed = changed if pool.scale is None else changed * pool.scale[slot]
-        changed = changed if pool.bias is None else changed + pool.bias[slot]
-        out[own] = changed.to(out.dtype)
+
+def _routed(ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The experts that have rows: their numbers, tokens, and the places of these among the tokens' experts."""
+    for expert in torch.unique(ids).tolist():
+        if 0 <= expert < experts:
+            yield expert, *torch.nonzero(ids == expert, as_tuple=True)
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:

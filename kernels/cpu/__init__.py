@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.cache import StateSegments
 from quire.kernels.cpu.build import CannotBuild, Operations, load
-from quire.kernels.low_rank import AdapterRows, LowRankPool
+from quire.kernels.low_rank import AdapterRows, ExpertChanges, LowRankPool
+from quire.kernels.packed import TILE
 from quire.kernels.quantized import VALUES
-from quire.kernels.sequences import SequenceKV
+from quire.kernels.sequences import SequenceBlocks, SequenceKV
 
 __all__ = [
     "CannotBuild",
@@ -60,6 +64,8 @@ _LARGEST_BLOCK = 256
 """Tokens of a block whose score is computed in C++ (`kStepKeys`)."""
 _ENCODER_BLOCK = 64
 """Tokens of a block in the cache of `attention`."""
+_PAIRS_AT_ONCE = 2048
+"""Pairs of tokens and experts whose products are in memory at a time, if adapters change these."""
 _operations = Operations()
 
 
@@ -329,7 +335,12 @@ def packed_experts(
     down_bias: Tensor | None,
     activation: str,
     gated: bool = True,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
+    if changes is not None:
+        weights_of = (gate_up, gate_up_scales, gate_up_bias), (down, down_scales, down_bias)
+        multiply = _operations.multiply_packed_pairs
+        return _mix_pairs(x, weights, ids, multiply, *weights_of, activation, gated, changes)
     out: Tensor = _operations.packed_experts(
         x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation, gated
     )
@@ -353,7 +364,13 @@ def coded_experts(
     down_group: int,
     down_factors: int,
     gated: bool = True,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
+    if changes is not None:
+        first = gate_up, gate_up_scales, gate_up_bias, values, VALUES[values], gate_up_group, gate_up_factors
+        second = down, down_scales, down_bias, values, VALUES[values], down_group, down_factors
+        multiply = _operations.multiply_coded_pairs
+        return _mix_pairs(x, weights, ids, multiply, first, second, activation, gated, changes)
     out: Tensor = _operations.coded_experts(
         x,
         weights,
@@ -415,29 +432,55 @@ class PagedSequenceKV(SequenceKV):
     """Paged attention with a cache of its own, whose blocks begin with the sequences."""
 
     def __init__(self, like: Tensor, starts: Tensor, kv_heads: int, head_dim: int) -> None:
-        self._starts, self._lengths = starts, starts.diff()
-        num_blocks = (self._lengths + _ENCODER_BLOCK - 1) // _ENCODER_BLOCK
-        first = num_blocks.cumsum(0) - num_blocks
-        offsets = (first * _ENCODER_BLOCK - starts[:-1]).repeat_interleave(self._lengths)
-        self._slots = torch.arange(len(offsets)) + offsets
-        self._cache = like.new_empty(2, int(num_blocks.sum()), kv_heads, _ENCODER_BLOCK, head_dim)
-        self._tables = first[:, None] + torch.arange(int(num_blocks.max()))
-        self._ends = self._lengths.repeat_interleave(self._lengths)
+        self._starts, self._blocks = starts, SequenceBlocks.of(starts, _ENCODER_BLOCK)
+        self._cache = like.new_empty(2, self._blocks.num_blocks, kv_heads, _ENCODER_BLOCK, head_dim)
 
     def write(self, query: Tensor, key: Tensor, value: Tensor, first: int, cos_sin: Tensor | None) -> Tensor:
         cos_sin = torch.empty(len(query), 0) if cos_sin is None else cos_sin
-        return rotary_write_kv(query, key, value, cos_sin, self._cache, self._slots[first : first + len(query)])
+        slots = self._blocks.slots[first : first + len(query)]
+        return rotary_write_kv(query, key, value, cos_sin, self._cache, slots)
 
     def attend(self, query: Tensor, first: int, scale: float) -> Tensor:
         end = first + len(query)
         low, high = (self._starts[1:] <= first).sum(), (self._starts[:-1] < end).sum()
         starts = (self._starts[low : high + 1] - first).clamp(0, len(query))
-        sequences = self._tables[low:high], self._lengths[low:high], starts
-        return paged_attention(query, self._cache, *sequences, scale, ends=self._ends[first:end])
+        sequences = self._blocks.tables[low:high], self._blocks.lengths[low:high], starts
+        return paged_attention(query, self._cache, *sequences, scale, ends=self._blocks.ends[first:end])
 
 
 def sequence_kv(like: Tensor, starts: Tensor, kv_heads: int, head_dim: int) -> PagedSequenceKV:
     return PagedSequenceKV(like, starts, kv_heads, head_dim)
+
+
+def _mix_pairs(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    multiply: Callable[..., Tensor],
+    gate_up: tuple[Any, ...],
+    down: tuple[Any, ...],
+    activation: str,
+    gated: bool,
+    changes: ExpertChanges,
+) -> Tensor:
+    """`packed_experts` with changes, by `multiply(rows, ids, features, gated, *gate_up)`, the float32 products of the
+    row of each pair by its expert."""
+    num_experts, tiles, *_ = gate_up[0].shape
+    inputs = tiles * (TILE // 2 if gated else TILE)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    at_once = max(1, _PAIRS_AT_ONCE // ids.shape[1])
+    for first in range(0, len(x), at_once):
+        some = slice(first, first + at_once)
+        own = changes if len(x) <= at_once else changes.of_rows(some)
+        both = multiply(x[some], ids[some], own.size, gated, *gate_up)
+        if own.gate_up is not None:
+            add_low_rank(both, own.x, own.gate_up, own.pairs)
+        inner = (act_mul if gated else activate)(both, activation).to(x.dtype)
+        rows = multiply(F.pad(inner, (0, inputs - own.size)), ids[some], x.shape[1], False, *down)
+        if own.down is not None:
+            add_low_rank(rows, inner, own.down, own.pairs)
+        _operations.sum_pairs(out[some], rows, weights[some], ids[some], num_experts)
+    return out
 
 
 def add_low_rank(out: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None:
@@ -460,7 +503,8 @@ def gated_low_rank(
 
 
 def _adapters(pool: LowRankPool, rows: AdapterRows) -> tuple[Tensor | None, ...]:
-    return pool.a, pool.b, pool.slots, pool.bounds, pool.scale, pool.bias, rows.order, rows.starts
+    of_slots = pool.slots, pool.bounds, pool.vectors, pool.scale, pool.bias
+    return pool.a, pool.b, *of_slots, rows.order, rows.starts
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:

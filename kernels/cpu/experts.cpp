@@ -5,6 +5,8 @@
 // applied while the sums are in registers. The tiles of all experts are divided among threads by their work. Then come
 // the down projections, where a thread computes the same tiles of every expert: it alone adds up its features of a
 // token, in the order of experts. So a token's result depends neither on other tokens nor on the number of threads.
+//
+// If adapters change the experts, the products and the sums are operations of their own, with the same results.
 
 #include "activation.h"
 #include "packed_tiles.h"
@@ -107,10 +109,9 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, std::strin
   return {weights, ids};
 }
 
-// A token that is routed to an expert, and the weight of the result.
+// A token that is routed to an expert, and its number among these pairs.
 struct Assignment {
-  int64_t token;
-  float weight;
+  int64_t token, pair;
 };
 
 // The assignments of an expert that has any.
@@ -119,9 +120,9 @@ struct ExpertRange {
 };
 
 // All assignments to experts below `experts`, sorted by expert and then by token; and the range of each expert.
-std::tuple<std::vector<Assignment>, std::vector<ExpertRange>> sort_by_expert(const Tensor& weights, const Tensor& ids,
+// `top_k` successive ids are those of a token.
+std::tuple<std::vector<Assignment>, std::vector<ExpertRange>> sort_by_expert(const Tensor& ids, int64_t top_k,
                                                                              int64_t experts) {
-  const int64_t top_k = ids.size(1);
   const int64_t* const id = ids.const_data_ptr<int64_t>();
   const auto is_here = [&](int64_t i) { return id[i] >= 0 && id[i] < experts; };
   std::vector<int64_t> place(experts + 1);
@@ -136,7 +137,7 @@ std::tuple<std::vector<Assignment>, std::vector<ExpertRange>> sort_by_expert(con
   }
   std::vector<Assignment> assignments(place[experts]);
   for (int64_t i = 0; i < ids.numel(); ++i) {
-    if (is_here(i)) assignments[place[id[i]]++] = {i / top_k, weights.const_data_ptr<float>()[i]};
+    if (is_here(i)) assignments[place[id[i]]++] = {i / top_k, i};
   }
   return {std::move(assignments), std::move(expert_ranges)};
 }
@@ -197,41 +198,55 @@ const char* gather(const char* x, int64_t stride, const Assignment* assignments,
   return memory.data();
 }
 
+// Multiplies the rows of all assignments by the tiles of their experts; `finish(expert, tile, assignment, values)`
+// receives the values of an assignment's row, on several threads.
+template <typename Finish>
+void multiply_rows(const TileForm& form, const std::vector<Assignment>& assignments,
+                   const std::vector<ExpertRange>& expert_ranges, const Rows& rows, const Matrices& matrices,
+                   const Finish& finish) {
+  const int64_t tiles = matrices.tiles;
+  int64_t work = 0;  // of all tiles, in rows
+  for (const ExpertRange& e : expert_ranges) work += tiles * (e.count + kReadingRows);
+  const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.tile_bytes));
+  parallel_for(0, work, least, [&](int64_t begin, int64_t end) {
+    int64_t start = 0;
+    for (size_t i = 0; i < expert_ranges.size(); ++i) {
+      const ExpertRange& e = expert_ranges[i];
+      const int64_t each = e.count + kReadingRows;
+      // A tile belongs to the thread in whose share it begins.
+      const auto tile_at = [&](int64_t at) { return std::clamp<int64_t>((at - start + each - 1) / each, 0, tiles); };
+      const int64_t first = tile_at(begin), last = tile_at(end);
+      start += tiles * each;
+      if (first == last) continue;
+      const char* after = i + 1 < expert_ranges.size() ? matrices.tile(expert_ranges[i + 1].expert, 0) : nullptr;
+      const auto get_rows = [&](int64_t row, int64_t count) {
+        return gather(rows.row(0), rows.stride, &assignments[e.first + row], count);
+      };
+      multiply_tiles(form, matrices.expert_scales(e.expert), e.count, rows.stride, matrices.steps, first, last,
+                     get_rows, matrices.pieces(e.expert, tiles, after),
+                     [&](int64_t tile, int64_t row, const TileSums& values) {
+        finish(e.expert, tile, e.first + row, values);
+      });
+    }
+  });
+}
+
 template <typename T>
 struct Mixture {
   const TileForm &form, &down_form;
   const std::vector<Assignment>& assignments;
   const std::vector<ExpertRange>& expert_ranges;
+  const float* const weights;  // of the pairs
 
   // out: [assignments, 16 * tiles], `gated` applied to gates and ups; without gates [assignments, 32 * tiles].
   void gate_up(const Rows& rows, const Matrices& matrices, Gated gated, bool has_gates, T* out) const {
-    const int64_t tiles = matrices.tiles, part = has_gates ? kHalf : kTile, width = tiles * part;
-    int64_t work = 0;  // of all tiles, in rows
-    for (const ExpertRange& e : expert_ranges) work += tiles * (e.count + kReadingRows);
-    const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.tile_bytes));
-    parallel_for(0, work, least, [&](int64_t begin, int64_t end) {
-      int64_t start = 0;
-      for (size_t i = 0; i < expert_ranges.size(); ++i) {
-        const ExpertRange& e = expert_ranges[i];
-        const int64_t each = e.count + kReadingRows;
-        // A tile belongs to the thread in whose share it begins.
-        const auto tile_at = [&](int64_t at) { return std::clamp<int64_t>((at - start + each - 1) / each, 0, tiles); };
-        const int64_t first = tile_at(begin), last = tile_at(end);
-        start += tiles * each;
-        if (first == last) continue;
-        const char* after = i + 1 < expert_ranges.size() ? matrices.tile(expert_ranges[i + 1].expert, 0) : nullptr;
-        const auto get_rows = [&](int64_t row, int64_t count) {
-          return gather(rows.row(0), rows.stride, &assignments[e.first + row], count);
-        };
-        multiply_tiles(form, matrices.expert_scales(e.expert), e.count, rows.stride, matrices.steps, first, last,
-                       get_rows, matrices.pieces(e.expert, tiles, after),
-                       [&](int64_t tile, int64_t row, const TileSums& values) {
-          const auto value = [&](int j) { return matrices.add_bias(e.expert, tile, j, values[j / kLanes]); };
-          T* to = out + (e.first + row) * width + tile * part;
-          for (int j = 0; j < part; j += kLanes) {
-            store(to + j, gated(value(j), has_gates ? value(j + kHalf) : broadcast(1.0f)));
-          }
-        });
+    const int64_t part = has_gates ? kHalf : kTile, width = matrices.tiles * part;
+    multiply_rows(form, assignments, expert_ranges, rows, matrices,
+                  [&](int64_t expert, int64_t tile, int64_t assignment, const TileSums& values) {
+      const auto value = [&](int j) { return matrices.add_bias(expert, tile, j, values[j / kLanes]); };
+      T* to = out + assignment * width + tile * part;
+      for (int j = 0; j < part; j += kLanes) {
+        store(to + j, gated(value(j), has_gates ? value(j + kHalf) : broadcast(1.0f)));
       }
     });
   }
@@ -252,11 +267,12 @@ struct Mixture {
         multiply_tiles(down_form, matrices.expert_scales(e.expert), e.count, rows.stride, matrices.steps, begin, end,
                        get_rows, matrices.pieces(e.expert, end, after),
                        [&](int64_t tile, int64_t row, const TileSums& values) {
-          const Assignment& assignment = assignments[e.first + row];
-          float* to = total + assignment.token * hidden + tile * kTile;
+          const auto [token, pair] = assignments[e.first + row];
+          float* const to = total + token * hidden + tile * kTile;
+          const float weight = weights[pair];
           for_vectors(std::min<int64_t>(kTile, hidden - tile * kTile), [&](int64_t j, auto n) {
             const Floats value = matrices.add_bias(e.expert, tile, j, values[j / kLanes]);
-            store(to + j, load(to + j, n) + assignment.weight * value, n);
+            store(to + j, load(to + j, n) + weight * value, n);
           });
         });
       }
@@ -285,20 +301,94 @@ Tensor mix_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, co
                       (hidden + kTile - 1) / kTile == second.tiles,
                   "the shapes of x, gate_up and down do not match");
   const Tensor from = as_contiguous(x);
-  const auto [assignments, expert_ranges] = sort_by_expert(as_contiguous(weights), as_contiguous(ids), first.experts);
+  const Tensor factors = as_contiguous(weights);
+  const auto [assignments, expert_ranges] = sort_by_expert(as_contiguous(ids), ids.size(1), first.experts);
   const auto count = static_cast<int64_t>(assignments.size());
   Tensor out = empty(x.sizes(), type);
   Tensor between = empty({count, inner}, type);
   Tensor total = type == ScalarType::Float ? out : empty(x.sizes(), ScalarType::Float);
   const Gated gated = find_gated(activation);
   for_type(type, [&]<typename T>() {
-    const Mixture<T> mixture{form, down_form, assignments, expert_ranges};
+    const Mixture<T> mixture{form, down_form, assignments, expert_ranges, factors.const_data_ptr<float>()};
     T* const middle = between.mutable_data_ptr<T>();
     mixture.gate_up(Rows(form, from.const_data_ptr(), type, tokens, hidden), first, gated, has_gates, middle);
     mixture.down(Rows(down_form, middle, type, count, inner), second, tokens, hidden, total.mutable_data_ptr<float>(),
                  out.mutable_data_ptr<T>());
   });
   return out;
+}
+
+// The products of each pair's row by its expert: float32 [pairs, features], or gates and then ups; those of experts on
+// other ranks are 0. As many successive ids have the inputs of each row of x.
+Tensor multiply_pairs(const Tensor& x, const Tensor& ids, const TileForm& form, const Matrices& matrices,
+                      int64_t features, bool has_gates) {
+  const int64_t inputs = x.size(1), pairs = ids.numel(), per_row = pairs / std::max<int64_t>(1, x.size(0));
+  const int64_t part = has_gates ? kHalf : kTile, width = has_gates ? 2 * features : features;
+  STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Long && per_row * x.size(0) == pairs &&
+                      matrices.match(form, inputs) && (features + part - 1) / part == matrices.tiles,
+                  "the shapes of x, ids and the weight do not match");
+  const Tensor from = as_contiguous(x);
+  const auto [assignments, expert_ranges] =
+      sort_by_expert(as_contiguous(ids), std::max<int64_t>(1, per_row), matrices.experts);
+  Tensor out = empty({pairs, width}, ScalarType::Float);
+  float* const to = out.mutable_data_ptr<float>();
+  if (static_cast<int64_t>(assignments.size()) < pairs) std::fill_n(to, pairs * width, 0.0f);
+  multiply_rows(form, assignments, expert_ranges,
+                Rows(form, from.const_data_ptr(), x.scalar_type(), x.size(0), inputs), matrices,
+                [&](int64_t expert, int64_t tile, int64_t assignment, const TileSums& values) {
+    float* const row = to + assignments[assignment].pair * width;
+    const int64_t feature = tile * part, count = std::min(part, features - feature);
+    for (int side = 0; side < (has_gates ? 2 : 1); ++side) {
+      for_vectors(count, [&](int64_t j, auto n) {
+        const int lane = static_cast<int>(j + side * part);
+        store(row + side * features + feature + j, matrices.add_bias(expert, tile, lane, values[lane / kLanes]), n);
+      });
+    }
+  });
+  return out;
+}
+
+// Stores the weighted sums of each token's rows in out, [tokens, hidden], in the order of experts. rows: float32
+// [pairs, hidden].
+void sum_pairs(const Tensor& out, const Tensor& rows, const Tensor& weights, const Tensor& ids, int64_t experts) {
+  const int64_t tokens = out.size(0), hidden = out.size(1), top_k = ids.size(1);
+  STD_TORCH_CHECK(out.is_contiguous() && rows.is_contiguous() && rows.scalar_type() == ScalarType::Float &&
+                      rows.dim() == 2 && rows.size(0) == tokens * top_k && rows.size(1) == hidden &&
+                      ids.size(0) == tokens && ids.sizes() == weights.sizes() &&
+                      ids.scalar_type() == ScalarType::Long && weights.scalar_type() == ScalarType::Float,
+                  "the shapes of rows, weights and ids do not match");
+  const Tensor numbers = as_contiguous(ids), factors = as_contiguous(weights);
+  for_type(out.scalar_type(), [&]<typename T>() {
+    parallel_for(0, tokens, grain(hidden * top_k), [&](int64_t begin, int64_t end) {
+      std::vector<int64_t> pairs;
+      for (int64_t token = begin; token < end; ++token) {
+        const int64_t* const id = numbers.const_data_ptr<int64_t>();
+        pairs.clear();
+        for (int64_t i = token * top_k; i < (token + 1) * top_k; ++i) {
+          if (id[i] >= 0 && id[i] < experts) pairs.push_back(i);
+        }
+        std::stable_sort(pairs.begin(), pairs.end(), [&](int64_t a, int64_t b) { return id[a] < id[b]; });
+        constexpr int64_t kSome = 512;  // features, whose sums stay in the L1 cache
+        for (int64_t first = 0; first < hidden; first += kSome) {
+          const int64_t width = std::min(kSome, hidden - first);
+          alignas(64) float total[kSome] = {};
+          for (const int64_t pair : pairs) {
+            const float factor = factors.const_data_ptr<float>()[pair];
+            const float* const row = rows.const_data_ptr<float>() + pair * hidden + first;
+            for_vectors(width, [&](int64_t j, auto n) { store(total + j, load(total + j, n) + factor * load(row + j, n), n); });
+          }
+          T* const to = out.mutable_data_ptr<T>() + token * hidden + first;
+          for_vectors(width, [&](int64_t j, auto n) { store(to + j, load(total + j, n), n); });
+        }
+      }
+    });
+  });
+}
+
+// The form of tiles as for `tiled_linear`, as for `int8_linear` if they have scales, or as for `int4_linear`.
+std::unique_ptr<TileForm> form_of(const Tensor& tiles, bool has_scales, ScalarType rows) {
+  if (has_scales) return int8_form();
+  return tiles.scalar_type() == ScalarType::Byte ? int4_form(tiles.size(3)) : tiled_form(rows, tiles.scalar_type());
 }
 
 // The experts' weights are tiles as for `tiled_linear`, as for `int8_linear` if they have scales, or as for `int4_linear`.
@@ -310,15 +400,31 @@ Tensor packed_experts(const Tensor& x, const Tensor& weights, const Tensor& ids,
   const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
   STD_TORCH_CHECK(gate_up.scalar_type() == down.scalar_type());
   const auto form = [&](const Tensor& tiles) {
-    if (first.scales && second.scales) return int8_form();
-    if (tiles.scalar_type() == ScalarType::Byte) return int4_form(tiles.size(3));
-    return tiled_form(x.scalar_type(), tiles.scalar_type());
+    return form_of(tiles, first.scales && second.scales, x.scalar_type());
   };
   if (first.scales) {
     STD_TORCH_CHECK(std::max(x.size(1), first.tiles * (gated ? kHalf : kTile)) <= kMostBytes,
                     "more than 65,536 inputs are not supported: sums may overflow 32 bits");
   }
   return mix_experts(x, weights, ids, *form(gate_up), first, *form(down), second, activation, gated);
+}
+
+// One matrix of each expert, of tiles as for `packed_experts`.
+Tensor multiply_packed_pairs(const Tensor& x, const Tensor& ids, int64_t features, bool gated, const Tensor& weight,
+                             const std::optional<Tensor>& scales, const std::optional<Tensor>& bias) {
+  const Matrices matrices(weight, scales, bias);
+  STD_TORCH_CHECK(!scales || x.size(1) <= kMostBytes,
+                  "more than 65,536 inputs are not supported: sums may overflow 32 bits");
+  return multiply_pairs(x, ids, *form_of(weight, scales.has_value(), x.scalar_type()), matrices, features, gated);
+}
+
+// The same of tiles as for `coded_experts`.
+Tensor multiply_coded_pairs(const Tensor& x, const Tensor& ids, int64_t features, bool gated, const Tensor& weight,
+                            const Tensor& scales, const std::optional<Tensor>& bias, std::string_view values,
+                            const Tensor& table, int64_t group, int64_t factors) {
+  const Matrices matrices(weight, scales, bias);
+  const auto form = coded_form(values, table, group, factors, weight.size(3), x.scalar_type());
+  return multiply_pairs(x, ids, *form, matrices, features, gated);
 }
 
 // The experts' weights are tiles as for `coded_linear`; scales and biases as for `packed_experts`.
@@ -343,6 +449,12 @@ QUIRE_OPERATION(route,
 QUIRE_OPERATION(packed_experts,
                 "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor? gate_up_scales, Tensor? "
                 "gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, str activation, bool gated) -> Tensor")
+QUIRE_OPERATION(multiply_packed_pairs,
+                "(Tensor x, Tensor ids, int features, bool gated, Tensor weight, Tensor? scales, Tensor? bias) -> Tensor")
+QUIRE_OPERATION(multiply_coded_pairs,
+                "(Tensor x, Tensor ids, int features, bool gated, Tensor weight, Tensor scales, Tensor? bias, "
+                "str values, Tensor table, int group, int factors) -> Tensor")
+QUIRE_OPERATION(sum_pairs, "(Tensor(a!) out, Tensor rows, Tensor weights, Tensor ids, int experts) -> ()")
 QUIRE_OPERATION(coded_experts,
                 "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor gate_up_scales, Tensor? gate_up_bias, "
                 "Tensor down, Tensor down_scales, Tensor? down_bias, str activation, str values, Tensor table, "

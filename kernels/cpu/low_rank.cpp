@@ -138,17 +138,18 @@ inline void add_inputs(Floats (&sums)[N][R], const typename Products::Weight* a,
   }
 }
 
-// Multiplies the N rows of x with these numbers by R rank rows, each `width` inputs wide. Stores a row's products at
-// `to`, `to_stride` apart.
+// Multiplies N rows by R rank rows, each `width` inputs wide. `per_row` rows with successive numbers have the inputs of
+// one row of x. Stores a row's products at `to`, `to_stride` apart.
 template <typename Products, int N, int R>
 void multiply_a(const typename Products::Weight* a, const typename Products::Input* x, int64_t x_stride,
-                const int64_t* rows, int64_t width, typename Products::Inner* to, int64_t to_stride) {
+                const int64_t* rows, int64_t per_row, int64_t width, typename Products::Inner* to,
+                int64_t to_stride) {
   using Input = typename Products::Input;
   const Input* at[N];
   Floats sums[N][R];
 #pragma GCC unroll 4
   for (int k = 0; k < N; ++k) {
-    at[k] = x + rows[k] * x_stride;
+    at[k] = x + rows[k] / per_row * x_stride;
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) sums[k][r] = Floats{};
   }
@@ -317,12 +318,12 @@ void for_rows(Range rows, Body body) {
 
 // The pool of a layer, and the rows of a step: see kernels/low_rank.py.
 struct Adapters {
-  const Tensor &a, &b, &slots, &bounds;
+  const Tensor &a, &b, &slots, &bounds, &vectors;
   const std::optional<Tensor>&scale, &bias;
   const Tensor &order, &starts;
 
   int64_t features() const { return bounds.const_data_ptr<int64_t>()[slots.size(1)]; }
-  int64_t place(const Change& change) const { return change.slot * features() + change.feature; }
+  int64_t vectors_of(int64_t slot) const { return scale || bias ? vectors.const_data_ptr<int64_t>()[slot] : -1; }
   const int64_t* numbers(const Change& change) const { return order.const_data_ptr<int64_t>() + change.begin; }
 
   static bool ascend_from_0(const Tensor& numbers) {
@@ -330,22 +331,22 @@ struct Adapters {
     return *first == 0 && std::is_sorted(first, first + numbers.numel());
   }
 
-  void check(const Tensor& x) const {
+  // For `rows` rows.
+  void check(const Tensor& x, int64_t rows) const {
     STD_TORCH_CHECK(x.dim() == 2 && a.dim() == 2 && b.dim() == 2 && a.is_contiguous() && b.is_contiguous() &&
                         a.size(1) == x.size(1) && a.size(0) == b.size(0) && a.scalar_type() == b.scalar_type(),
                     "the rank rows do not match x");
-    for (const Tensor* each : {&slots, &bounds, &order, &starts}) {
+    for (const Tensor* each : {&slots, &bounds, &vectors, &order, &starts}) {
       STD_TORCH_CHECK(each->scalar_type() == ScalarType::Long && each->is_contiguous(), "slots and rows must be int64");
     }
     STD_TORCH_CHECK(slots.dim() == 3 && slots.size(2) == 2 && bounds.numel() == slots.size(1) + 1 &&
-                        starts.numel() == slots.size(0) + 2 && order.numel() == x.size(0) &&
+                        vectors.numel() == slots.size(0) && starts.numel() == slots.size(0) + 2 && order.numel() == rows &&
                         ascend_from_0(bounds),
                     "the slots, parts or rows do not match");
     for (const auto* each : {&scale, &bias}) {
       STD_TORCH_CHECK(!*each || ((*each)->scalar_type() == ScalarType::Float && (*each)->is_contiguous() &&
-                                 (*each)->dim() == 2 && (*each)->size(0) == slots.size(0) &&
-                                 (*each)->size(1) == features()),
-                      "scale and bias must be float32 [num_slots, out]");
+                                 (*each)->dim() == 2 && (*each)->size(1) == features()),
+                      "scale and bias must be float32 [vector rows, out]");
     }
   }
 
@@ -370,12 +371,15 @@ struct Adapters {
       if (count == 0) continue;
       STD_TORCH_CHECK(std::is_sorted(number + begin, number + begin + count),
                       "the rows of a slot are not in ascending order");
+      const int64_t vector = vectors_of(slot);
+      STD_TORCH_CHECK((!scale || vector < scale->size(0)) && (!bias || vector < bias->size(0)), "the scale or bias of slot ",
+                      slot, " is not in the pool");
       for (int64_t part = 0; part < num_parts; ++part) {
         const int64_t first = spans[(slot * num_parts + part) * 2], ranks = spans[(slot * num_parts + part) * 2 + 1];
         const int64_t feature = of_parts[part], width = of_parts[part + 1] - feature;
         STD_TORCH_CHECK(first >= 0 && ranks >= 0 && ranks <= a.size(0) - first && width <= b.size(1),
                         "the rank rows of slot ", slot, " are not in the pool");
-        if (ranks == 0 && !scale && !bias) continue;
+        if (ranks == 0 && vector < 0) continue;
         found.push_back({slot, part, first, ranks, begin, count, feature, width, inner});
         inner += count * parts(ranks, ranks_at_once) * ranks_at_once;
       }
@@ -392,8 +396,8 @@ class LowRankProducts {
   using Weight = typename Products::Weight;
   using Inner = typename Products::Inner;
 
-  LowRankProducts(const Adapters& adapters, const Tensor& x)
-      : changes(adapters.changes(x.size(0), Products::kRanks)), adapters_(adapters), widest_(adapters.b.size(1)),
+  LowRankProducts(const Adapters& adapters, const Tensor& x, int64_t per_row = 1)
+      : changes(adapters.changes(x.size(0) * per_row, Products::kRanks)), adapters_(adapters), widest_(adapters.b.size(1)),
         b_(static_cast<const Weight*>(adapters.b.const_data_ptr())),
         scales_(adapters.scale ? adapters.scale->const_data_ptr<float>() : nullptr),
         biases_(adapters.bias ? adapters.bias->const_data_ptr<float>() : nullptr) {
@@ -410,11 +414,11 @@ class LowRankProducts {
         const int64_t* const own = adapters.numbers(change) + row;
         int64_t rank = ranks.begin;
         for (; rank + kSums <= ranks.end; rank += kSums) {
-          multiply_a<Products, N, kSums>(a + (change.first + rank) * width, inputs, x_stride, own, width, to + rank,
-                                         stride(change));
+          multiply_a<Products, N, kSums>(a + (change.first + rank) * width, inputs, x_stride, own, per_row, width,
+                                         to + rank, stride(change));
         }
         for (; rank < ranks.end; ++rank) {
-          multiply_a<Products, N, 1>(a + (change.first + rank) * width, inputs, x_stride, own, width, to + rank,
+          multiply_a<Products, N, 1>(a + (change.first + rank) * width, inputs, x_stride, own, per_row, width, to + rank,
                                      stride(change));
         }
         if (ranks.end == change.ranks && stride(change) > change.ranks) {
@@ -432,12 +436,14 @@ class LowRankProducts {
   // `ahead`. `get_row(number)` returns the address of the first of these features in a row.
   template <typename Out, typename GetRow>
   void add(const Change& change, Range rows, Range features, int64_t ahead, GetRow get_row) const {
-    const int64_t place = adapters_.place(change) + features.begin;
+    const int64_t vector = adapters_.vectors_of(change.slot);
+    const int64_t place = vector * adapters_.features() + change.feature + features.begin;
     const int64_t* const numbers = adapters_.numbers(change);
     for_rows<kOutputRows>(rows, [&]<int N>(int64_t row) {
       Out* to[N];
       for (int k = 0; k < N; ++k) to[k] = get_row(numbers[row + k]);
-      const Results<Out> results{to, scales_ ? scales_ + place : nullptr, biases_ ? biases_ + place : nullptr};
+      const Results<Out> results{to, scales_ && vector >= 0 ? scales_ + place : nullptr,
+                                 biases_ && vector >= 0 ? biases_ + place : nullptr};
       multiply_b<Products, N>(b_ + change.first * widest_ + features.begin, widest_, change.ranks,
                               inner_.get() + change.inner + row * stride(change), stride(change), ahead, results,
                               features.size());
@@ -454,22 +460,23 @@ class LowRankProducts {
   std::unique_ptr<Inner[]> inner_;
 };
 
-// out: [rows, features] of the type of x or float32; x: [rows, in]. a: [rank rows, in]; b: [rank rows, features of the
-// widest part], of one type. slots: int64 [num_slots, parts, 2]; bounds: int64 [parts + 1]. scale, bias: float32
-// [num_slots, features]. order: int64 [rows]; starts: int64 [num_slots + 2].
+// out: [rows, features] of the type of x or float32; x: [rows, in], or as many rows of out have the inputs of each. a: [rank rows, in]; b: [rank rows, features of the
+// widest part], of one type. slots: int64 [num_slots, parts, 2]; bounds: int64 [parts + 1]. vectors: int64
+// [num_slots]. scale, bias: float32 [vector rows, features]. order: int64 [rows]; starts: int64 [num_slots + 2].
 void add_low_rank(const Tensor& out, const Tensor& x, const Tensor& a, const Tensor& b, const Tensor& slots,
-                  const Tensor& bounds, const std::optional<Tensor>& scale, const std::optional<Tensor>& bias,
-                  const Tensor& order, const Tensor& starts) {
-  const Adapters adapters{a, b, slots, bounds, scale, bias, order, starts};
-  adapters.check(x);
-  STD_TORCH_CHECK(out.dim() == 2 && x.size(0) == out.size(0) && out.stride(1) == 1 &&
-                      out.size(1) == adapters.features() &&
+                  const Tensor& bounds, const Tensor& vectors, const std::optional<Tensor>& scale,
+                  const std::optional<Tensor>& bias, const Tensor& order, const Tensor& starts) {
+  const Adapters adapters{a, b, slots, bounds, vectors, scale, bias, order, starts};
+  STD_TORCH_CHECK(out.dim() == 2 && x.dim() == 2, "x and out must have rows");
+  const int64_t per_row = out.size(0) / std::max<int64_t>(1, x.size(0));
+  adapters.check(x, out.size(0));
+  STD_TORCH_CHECK(x.size(0) * per_row == out.size(0) && out.stride(1) == 1 && out.size(1) == adapters.features() &&
                       (out.scalar_type() == x.scalar_type() || out.scalar_type() == ScalarType::Float),
                   "x and out must have the same rows, and out the type of x or float32, and the features of all parts");
   const Tensor from = x.stride(1) == 1 ? x : as_contiguous(x);
   const int64_t out_stride = out.stride(0);
   for_products(x.scalar_type(), a.scalar_type(), [&]<typename Products>() {
-    const LowRankProducts<Products> products(adapters, from);
+    const LowRankProducts<Products> products(adapters, from, per_row);
     const auto add_all = [&]<typename Out>() {
       Out* const to = out.mutable_data_ptr<Out>();
       for_blocks(products.changes, kFeaturesAtOnce, kPair, [](const Change& change) { return change.features; },
@@ -491,10 +498,10 @@ void add_low_rank(const Tensor& out, const Tensor& x, const Tensor& a, const Ten
 Tensor gated_low_rank(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& scales,
                       const std::optional<Tensor>& bias, int64_t features, std::string_view activation,
                       const Tensor& a, const Tensor& b, const Tensor& slots, const Tensor& bounds,
-                      const std::optional<Tensor>& scale, const std::optional<Tensor>& added, const Tensor& order,
-                      const Tensor& starts) {
-  const Adapters adapters{a, b, slots, bounds, scale, added, order, starts};
-  adapters.check(x);
+                      const Tensor& vectors, const std::optional<Tensor>& scale, const std::optional<Tensor>& added,
+                      const Tensor& order, const Tensor& starts) {
+  const Adapters adapters{a, b, slots, bounds, vectors, scale, added, order, starts};
+  adapters.check(x, x.size(0));
   const int64_t count = x.size(0), tiles = weight.size(0), steps = weight.size(1);
   const bool is_int4 = !scales && weight.scalar_type() == ScalarType::Byte;
   const auto form = scales    ? int8_form()
@@ -577,11 +584,11 @@ Tensor gated_low_rank(const Tensor& x, const Tensor& weight, const std::optional
 }  // namespace
 
 QUIRE_OPERATION(add_low_rank,
-                "(Tensor(a!) out, Tensor x, Tensor a, Tensor b, Tensor slots, Tensor bounds, Tensor? scale, "
-                "Tensor? bias, Tensor order, Tensor starts) -> ()")
+                "(Tensor(a!) out, Tensor x, Tensor a, Tensor b, Tensor slots, Tensor bounds, Tensor vectors, "
+                "Tensor? scale, Tensor? bias, Tensor order, Tensor starts) -> ()")
 QUIRE_OPERATION(gated_low_rank,
                 "(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int features, str activation, Tensor a, "
-                "Tensor b, Tensor slots, Tensor bounds, Tensor? scale, Tensor? added, Tensor order, Tensor starts) "
-                "-> Tensor")
+                "Tensor b, Tensor slots, Tensor bounds, Tensor vectors, Tensor? scale, Tensor? added, Tensor order, "
+                "Tensor starts) -> Tensor")
 
 }  // namespace quire

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.coded_words import CodedWords
+from quire.kernels.low_rank import ExpertChanges
 from quire.kernels.quantized import VALUES
 from quire.kernels.triton import limits
 from quire.kernels.triton.elementwise import KINDS, act_mul
-from quire.kernels.triton.experts import _block_rows, sort_pairs, sum_pairs
+from quire.kernels.triton.experts import _block_rows, change, sort_pairs, sum_pairs
 
 
 class _Decoding(NamedTuple):
@@ -433,6 +434,7 @@ def coded_fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     gated: bool = True,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
     """See `coded_words`. Does not wait for the device."""
     if activation not in KINDS:
@@ -444,8 +446,12 @@ def coded_fused_experts(
     rows = min(_block_rows(count, experts), 32 if x.dtype == torch.float32 else 128)
     pairs, blocks = sort_pairs(ids, experts, rows)
     both = _grouped(x, gate_up, gate_up_bias, pairs, blocks, rows, top_k)
+    if changes is not None:
+        change(both, changes.x, changes.gate_up, changes)
     inner = (act_mul if gated else reference.activate)(both, activation)
     outer = _grouped(inner, down, down_bias, pairs, blocks, rows, 1)
+    if changes is not None:
+        change(outer, inner, changes.down, changes)
     return sum_pairs(outer, weights, ids, experts)
 
 

@@ -338,25 +338,29 @@ def gated(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
-def _act_mul_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _act_mul_kernel(x, out, size, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + column, gated(gate, up, KIND).to(out.dtype.element_ty), mask=inside)
+    source = x + row * size * (2 if GATED else 1)
+    gate = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        result = gated(gate, tl.load(source + size + column, mask=inside, other=0.0).to(tl.float32), KIND)
+    else:
+        result = activated(gate, KIND)
+    tl.store(out + row * size + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-def act_mul(x: Tensor, activation: str) -> Tensor:
-    """See `quire.kernels.reference`."""
+def act_mul(x: Tensor, activation: str, is_gated: bool = True) -> Tensor:
+    """See `quire.kernels.reference`; if not `is_gated`, `activate`."""
     if activation not in KINDS:
         raise KeyError(activation)
     x = x.contiguous()
-    size = x.shape[-1] // 2
+    size = x.shape[-1] // (2 if is_gated else 1)
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
     if out.numel():
         _act_mul_kernel[(out.numel() // size, triton.cdiv(size, _ELEMENTS))](
-            x, out, size, KIND=activation, BLOCK=_ELEMENTS
+            x, out, size, KIND=activation, GATED=is_gated, BLOCK=_ELEMENTS
         )
     return out
 

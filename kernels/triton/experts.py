@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.low_rank import ExpertChanges, LowRankPool
 from quire.kernels.triton import limits
-from quire.kernels.triton.elementwise import KINDS, activated, gated
+from quire.kernels.triton.elementwise import KINDS, act_mul, activated, gated
 from quire.kernels.triton.limits import Tile
+from quire.kernels.triton.low_rank import add_low_rank
 
 _SORTED_AT_ONCE, _SUMMED_AT_ONCE = 1024, 1024
 
@@ -91,6 +93,7 @@ def _grouped_kernel(
     x_row,
     weight_expert,
     weight_row,
+    out_row,
     per_row,
     GATED: tl.constexpr,
     KIND: tl.constexpr,
@@ -103,8 +106,8 @@ def _grouped_kernel(
 ):
     """Multiply a block of an expert's rows by a tile of its columns into the pairs' rows of `out`.
 
-    Each row of `x` is that of `per_row` pairs. If GATED, the columns are gates and ups, and `gated` is applied; if
-    ACTIVATED and not GATED, the activation is.
+    Each row of `x` is that of `per_row` pairs. If GATED, the columns are gates and ups. If ACTIVATED, `gated` of them,
+    or else the activation, is applied.
     """
     block = blocks + 3 * tl.program_id(0)
     begin, end = tl.load(block + 1), tl.load(block + 2)
@@ -133,12 +136,13 @@ def _grouped_kernel(
             product += tl.load(biases, mask=is_column, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 ups += tl.load(biases + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            product = gated(product, ups, KIND)
-        elif ACTIVATED:
-            product = activated(product, KIND)
-        to = out + pair[:, None] * columns + column[None, :]
-        tl.store(to, product.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        if ACTIVATED:
+            product = gated(product, ups, KIND) if GATED else activated(product, KIND)
+        inside = is_row[:, None] & is_column[None, :]
+        to = out + pair[:, None] * out_row + column[None, :]
+        tl.store(to, product.to(out.dtype.element_ty), mask=inside)
+        if GATED and not ACTIVATED:
+            tl.store(to + columns, ups.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -191,6 +195,7 @@ def fused_experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
     """See `quire.kernels.reference`. Does not wait for the device; all shapes depend on the shapes of the arguments."""
     if activation not in KINDS:
@@ -201,19 +206,17 @@ def fused_experts(
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     rows = _block_rows(count, experts)
     pairs, blocks = sort_pairs(ids, experts, rows)
-    inner, outer = x.new_empty(count, size), x.new_empty(count, hidden)
-    for source, matrices, bias, result, per_row in (
-        (x, gate_up, gate_up_bias, inner, top_k),
-        (inner, down, down_bias, outer, 1),
-    ):
-        columns = result.shape[1]
+    is_gated, is_changed = gate_up.shape[1] > size, changes is not None
+
+    def grouped(source: Tensor, matrices: Tensor, bias: Tensor | None, out: Tensor, is_first: bool) -> None:
+        columns = size if is_first else hidden
         shape = _shape(rows, len(blocks), columns, x.dtype)
         _grouped_kernel[len(blocks), triton.cdiv(columns, shape.features)](
-            *(source, matrices, matrices if bias is None else bias, result, pairs, blocks),
-            *(columns, source.shape[1], source.stride(0), matrices.stride(0), matrices.stride(1), per_row),
-            GATED=result is inner and gate_up.shape[1] > size,
+            *(source, matrices, matrices if bias is None else bias, out, pairs, blocks, columns, source.shape[1]),
+            *(source.stride(0), matrices.stride(0), matrices.stride(1), out.stride(0), top_k if is_first else 1),
+            GATED=is_gated and is_first,
             KIND=activation,
-            ACTIVATED=result is inner,
+            ACTIVATED=is_first and not is_changed,
             BIAS=bias is not None,
             ROWS=rows,
             COLUMNS=shape.features,
@@ -222,4 +225,24 @@ def fused_experts(
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
+
+    if changes is None:
+        inner = x.new_empty(count, size)
+        grouped(x, gate_up, gate_up_bias, inner, True)
+    else:
+        both = x.new_empty(count, gate_up.shape[1], dtype=torch.float32)
+        grouped(x, gate_up, gate_up_bias, both, True)
+        change(both, changes.x, changes.gate_up, changes)
+        inner = act_mul(both, activation, is_gated).to(x.dtype)  # as without changes, to the last bit
+        del both  # it is large
+    outer = x.new_empty(count, hidden)
+    grouped(inner, down, down_bias, outer, False)
+    if changes is not None:
+        change(outer, inner, changes.down, changes)
     return sum_pairs(outer, weights, ids, experts)
+
+
+def change(out: Tensor, x: Tensor, pool: LowRankPool | None, changes: ExpertChanges) -> None:
+    """Make one of the `changes` to the products of all pairs; those of experts on other ranks may be anything."""
+    if pool is not None:
+        add_low_rank(out, x, pool, changes.pairs)

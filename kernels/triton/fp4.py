@@ -14,9 +14,10 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.fp4 import GROUP, Fp4Weight, has_gates
+from quire.kernels.low_rank import ExpertChanges
 from quire.kernels.triton import limits
 from quire.kernels.triton.elementwise import KINDS, act_mul, largest_of, to_e4m3
-from quire.kernels.triton.experts import _block_rows, sort_pairs, sum_pairs
+from quire.kernels.triton.experts import _block_rows, change, sort_pairs, sum_pairs
 from quire.kernels.triton.limits import Tile
 
 _ROUNDED_AT_ONCE = 1024
@@ -251,6 +252,7 @@ def fp4_fused_experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
     """See `quire.kernels.fp4`. Does not wait for the device."""
     if activation not in KINDS:
@@ -287,5 +289,10 @@ def fp4_fused_experts(
         return out
 
     both = grouped(x, gate_up, gate_up_bias, top_k)
+    if changes is not None:
+        change(both, changes.x, changes.gate_up, changes)
     inner = (act_mul if has_gates(gate_up, down) else reference.activate)(both, activation)
-    return sum_pairs(grouped(inner, down, down_bias, 1), weights, ids, experts)
+    outer = grouped(inner, down, down_bias, 1)
+    if changes is not None:
+        change(outer, inner, changes.down, changes)
+    return sum_pairs(outer, weights, ids, experts)

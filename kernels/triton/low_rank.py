@@ -1,8 +1,8 @@
 """The low-rank changes of a linear layer by adapters: a launch for the products with A, and one for those with B.
 
 A block is rows of one adapter. The number of blocks depends on the adapters, and an upper bound of it on the numbers of
-rows and slots alone: each program finds its own block in the starts of the slots' rows, and ends at once if there are
-fewer. So a captured step has the same launches whatever adapters its rows have. Long rows are multiplied by A in
+rows and slots alone: each program finds its own block in the starts of the slots' rows, and ends at once if there is
+none. So a captured step has the same launches whatever adapters its rows have. Long rows are multiplied by A in
 splits, whose sums the second launch adds up in order: there are no atomics, and a result does not depend on other rows.
 """
 
@@ -19,6 +19,8 @@ _FEW_ROWS = 256
 """Up to so many, blocks are the smallest that tensor cores multiply: most adapters have a row or two."""
 _SPLIT = 1024
 """Inputs of a split."""
+_MOST_SLOTS = 256
+"""Whose starts each program looks at. Experts have a slot for each adapter and expert."""
 
 
 @triton.jit
@@ -36,6 +38,20 @@ def _find_block(starts, count, number, COUNT: tl.constexpr, SIZE: tl.constexpr):
     return tl.sum(tl.where(is_own, group, 0), axis=0), tl.sum(first, axis=0), tl.sum(own_end, axis=0)
 
 
+@triton.jit
+def _find_rows(starts, slot_of, num_slots, number, SLOTS: tl.constexpr, ROWS: tl.constexpr):
+    """A block of rows of one slot, as `_find_block` does. If SLOTS is 0, the slots are too many to be looked at by each
+    program: the block is the one that begins with row `number` in order, whose slot is in `slot_of`."""
+    if SLOTS > 0:
+        slot, begin, end = _find_block(starts, num_slots, number, SLOTS, ROWS)
+    else:
+        slot = tl.load(slot_of + number).to(tl.int32)
+        first, end = tl.load(starts + slot).to(tl.int32), tl.load(starts + slot + 1).to(tl.int32)
+        begin = number
+        end = tl.where((slot < num_slots) & ((begin - first) % ROWS == 0), end, begin)
+    return slot, begin, end
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
     x,
@@ -44,10 +60,12 @@ def _shrink_kernel(
     slots,
     order,
     starts,
+    slot_of,
     num_rows,
     num_slots,
     depth,
     x_row,
+    per_row,
     largest,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -57,15 +75,15 @@ def _shrink_kernel(
     PRECISION: tl.constexpr,
 ):
     """Multiply a block of rows by A of a part, for a split of the inputs, into `inner`
-    `[parts, splits, rows in order, largest]`."""
-    slot, begin, end = _find_block(starts, num_slots, tl.program_id(0), SLOTS, ROWS)
+    `[parts, splits, rows in order, largest]`. `per_row` rows one after another have the inputs of one row of `x`."""
+    slot, begin, end = _find_rows(starts, slot_of, num_slots, tl.program_id(0), SLOTS, ROWS)
     if begin < end:
         split, part = tl.program_id(1), tl.program_id(2)
         span = slots + (slot * tl.num_programs(2) + part) * 2
         first, ranks = tl.load(span), tl.minimum(tl.load(span + 1), largest)
         row = begin + tl.arange(0, ROWS)
         is_row = row < end
-        source = x + tl.load(order + row, mask=is_row, other=0) * x_row
+        source = x + tl.load(order + row, mask=is_row, other=0) // per_row * x_row
         to = inner + ((part * tl.num_programs(1) + split) * num_rows + row.to(tl.int64)) * largest
         for rank in range(0, ranks, RANKS):
             number = rank + tl.arange(0, RANKS)
@@ -88,10 +106,12 @@ def _expand_kernel(
     b,
     slots,
     bounds,
+    vectors,
     scale,
     bias,
     order,
     starts,
+    slot_of,
     num_rows,
     num_slots,
     num_parts,
@@ -113,7 +133,7 @@ def _expand_kernel(
 ):
     """Multiply a block of rows of `inner` by a block of the columns of a part of B, and change `out`, if the rank is at
     least LEAST. If WIDE, products are of float32 (TF32, if that is the precision), else of the type of `b`."""
-    slot, begin, end = _find_block(starts, num_slots, tl.program_id(0), SLOTS, ROWS)
+    slot, begin, end = _find_rows(starts, slot_of, num_slots, tl.program_id(0), SLOTS, ROWS)
     part, left, right = _find_block(bounds, num_parts, tl.program_id(1), PARTS, COLUMNS)
     if (begin < end) & (left < right):
         span = slots + (slot * num_parts + part) * 2
@@ -141,28 +161,36 @@ def _expand_kernel(
             to = out + tl.load(order + row, mask=is_row, other=0)[:, None] * out_row + column
             inside = is_row[:, None] & is_column
             value = tl.load(to, mask=inside, other=0.0).to(tl.float32) + product
-            if SCALED:
-                value *= tl.load(scale + slot * features + column, mask=is_column, other=0.0)
-            if BIASED:
-                value += tl.load(bias + slot * features + column, mask=is_column, other=0.0)
+            if SCALED or BIASED:
+                place = tl.load(vectors + slot) * features + column  # negative: the slot has no vector
+                has_vector = is_column & (place >= 0)
+                if SCALED:
+                    value *= tl.load(scale + place, mask=has_vector, other=1.0)
+                if BIASED:
+                    value += tl.load(bias + place, mask=has_vector, other=0.0)
             tl.store(to, value.to(out.dtype.element_ty), mask=inside)
 
 
 def add_low_rank(out: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None:
     """See `quire.kernels.reference`. Does not wait for the device; all shapes depend on the shapes of the arguments."""
-    (count, depth), (num_slots, num_parts, _) = x.shape, pool.slots.shape
+    count, depth, (num_slots, num_parts, _) = len(out), x.shape[1], pool.slots.shape
     if not count or not num_slots:
         return
     x, is_wide = x.contiguous(), x.dtype == torch.float32
     block_rows, warps = (16, 4) if count <= _FEW_ROWS else (32 if is_wide else 64, 8)
-    blocks = min(count, count // block_rows + num_slots)  # at least those of any division of the rows
+    if num_slots <= _MOST_SLOTS:
+        blocks = min(count, count // block_rows + num_slots)  # at least those of any division of the rows
+        slot_group, slot_of = max(32, triton.next_power_of_2(num_slots)), rows.starts
+    else:
+        blocks, slot_group = count, 0
+        slot_of = torch.searchsorted(rows.starts[1:-1], torch.arange(count, device=x.device), right=True)
     ranks = min(64, max(16, triton.next_power_of_2(pool.largest_rank)))
     columns, splits = 64 if is_wide else 128, triton.cdiv(depth, _SPLIT)
     inner = torch.empty(num_parts, splits, count, pool.largest_rank, dtype=torch.float32, device=x.device)
-    slot_group, precision = max(32, triton.next_power_of_2(num_slots)), "ieee" if is_wide else "tf32"
+    precision = "ieee" if is_wide else "tf32"
     _shrink_kernel[blocks, splits, num_parts](
-        *(x, pool.a, inner, pool.slots, rows.order, rows.starts),
-        *(count, num_slots, depth, x.stride(0), pool.largest_rank),
+        *(x, pool.a, inner, pool.slots, rows.order, rows.starts, slot_of),
+        *(count, num_slots, depth, x.stride(0), count // len(x), pool.largest_rank),
         SLOTS=slot_group,
         ROWS=block_rows,
         RANKS=ranks,
@@ -174,7 +202,7 @@ def add_low_rank(out: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -
     )
     scale, bias = (out if each is None else each for each in (pool.scale, pool.bias))
     _expand_kernel[blocks, sum(triton.cdiv(width, columns) for width in pool.widths)](
-        *(out, inner, pool.b, pool.slots, pool.bounds, scale, bias, rows.order, rows.starts),
+        *(out, inner, pool.b, pool.slots, pool.bounds, pool.vectors, scale, bias, rows.order, rows.starts, slot_of),
         *(count, num_slots, num_parts, splits, out.shape[1], pool.b.shape[1], out.stride(0), pool.largest_rank),
         LEAST=0 if pool.scale is not None or pool.bias is not None else 1,
         SCALED=pool.scale is not None,

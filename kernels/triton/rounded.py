@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels import reference
 from quire.kernels.cache import LARGEST
 from quire.kernels.coded_words import ROUNDED_GROUP
+from quire.kernels.low_rank import ExpertChanges
 from quire.kernels.triton import limits
-from quire.kernels.triton.elementwise import KINDS, act_mul_rounded, rounded_rows, store_rounded
-from quire.kernels.triton.experts import _block_rows, sort_pairs, sum_pairs
+from quire.kernels.triton.elementwise import KINDS, act_mul, act_mul_rounded, rounded_rows, store_rounded
+from quire.kernels.triton.experts import _block_rows, change, sort_pairs, sum_pairs
 from quire.kernels.triton.limits import Tile
 
 DEPTH = ROUNDED_GROUP
@@ -223,6 +225,7 @@ def rounded_fused_experts(
     down_bias: Tensor | None = None,
     x_scales: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    changes: ExpertChanges | None = None,
 ) -> Tensor:
     """See `coded_words`. Does not wait for the device."""
     if activation not in KINDS:
@@ -257,6 +260,11 @@ def rounded_fused_experts(
         x, x_scales = round_rows(x, gate_up.dtype, gate_up_scales.shape[2])
     both = grouped(x, x_scales, gate_up, gate_up_scales, gate_up_bias, top_k)
     is_gated = gate_up.shape[1] > down.shape[2]
+    if changes is not None:
+        change(both, changes.x, changes.gate_up, changes)
     inner = act_mul_rounded(both, activation, down.dtype, down_scales.shape[2], is_gated)
     outer = grouped(*inner, down, down_scales, down_bias, 1)
+    if changes is not None and changes.down is not None:
+        plain = (act_mul if is_gated else reference.activate)(both, activation)
+        change(outer, plain, changes.down, changes)
     return sum_pairs(outer, weights, ids, experts)

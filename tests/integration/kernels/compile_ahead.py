@@ -202,6 +202,8 @@ def every_call(types: list[torch.dtype]) -> Iterator[Example]:
         yield examples.fused_experts(inputs, 4, sizes, "swiglu_oai", has_biases=True)
         yield examples.fused_experts(inputs, 4, sizes, "relu2", gated=False)
         yield examples.fused_experts(inputs, 1024, sizes)
+        yield examples.fused_experts(inputs, 4, sizes, has_changes=True)
+        yield examples.fused_experts(inputs, 4, sizes, "relu2", gated=False, has_changes=True)
     inputs = Inputs(CPU, torch.float32)
     sigmoid: dict[str, Any] = {"group_score": "top2_sum", "renormalize": True, "has_bias": True}
     yield examples.route(inputs, 4, 8, 2, "softmax")

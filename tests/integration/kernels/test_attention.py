@@ -287,6 +287,15 @@ def test_queries_see_the_keys_up_to_the_end_of_their_run(
         close(case.run(), case.run(reference.paged_attention), torch.bfloat16)
 
 
+def test_requests_may_have_no_query() -> None:
+    """As those behind a picture's sequences in a captured layer; their lengths may be any."""
+    case = build([(0, 37), (5, 1), (0, 20)], 4, 2, 16, 16, run_length=30)
+    counts, lengths = [0, 37, 0, 1, 20, 0, 0], [0, 37, 5, 6, 20, 0, 0]
+    tables = case.tables[[0, 0, 1, 1, 2, 2, 2]]
+    found = case._replace(counts=counts, lengths=lengths, tables=tables).run()
+    torch.testing.assert_close(found, case.expected, rtol=1e-4, atol=1e-5)
+
+
 def test_biases_may_be_a_part_of_wider_rows() -> None:
     case = build([(20, 1), (0, 9)], 4, 2, 16, 16, num_biases=7)
     wide = torch.randn(len(case.query), 6, 9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import experts, isa, linear, reference
+from quire.kernels import cpu, dispatch, examples, experts, isa, linear, reference
+from quire.kernels.cpu.op_replay import OpReplay
 from tests.integration.kernels.conftest import platforms_only
 
 ACTIVATIONS: dict[str, Callable[[float, float], float]] = {
@@ -428,3 +429,155 @@ def movable(
             experts.TiledExperts(gate_up.clone(), down.clone(), "silu", biases[0], biases[1], True, quantization)
         )
     return made
+
+
+def changed_experts(
+    x: Tensor,
+    ids: Tensor,
+    parts: Sequence[Any],
+    slots: Tensor,
+    ranks: Sequence[int],
+    *,
+    gated: bool = True,
+    **options: Any,
+) -> tuple[kernels.ExpertChanges, list[list[Any]]]:
+    """Random changes by adapters of these ranks, which do not change some experts; and for each adapter, the experts
+    with its changes, in float64. `parts` are gates and ups, downs, and the biases of both or None."""
+    num_experts, hidden, size = parts[1].shape
+    merged: list[list[Any]] = [[part if part is None else part.double() for part in parts] for _ in ranks]
+    pools, inputs = list[Any](), examples.Inputs(torch.device("cpu"), x.dtype)
+    of_slots = [rank * ((slot + expert) % 4 > 0) for slot, rank in enumerate(ranks) for expert in range(num_experts)]
+    for number, widths in enumerate(((size, size) if gated else (size,), (hidden,))):
+        pool = examples.low_rank_pool(inputs, parts[number].shape[2], widths, of_slots, **options)
+        pools.append(pool)
+        for slot, expert in itertools.product(range(len(ranks)), range(num_experts)):
+            at, weight, bias = slot * num_experts + expert, merged[slot][number], merged[slot][number + 2]
+            delta = torch.cat(
+                [
+                    pool.b[first : first + rank, :width].double().T @ pool.a[first : first + rank].double()
+                    for (first, rank), width in zip(pool.slots[at].tolist(), widths, strict=True)
+                ]
+            )
+            vector = int(pool.vectors[at])
+            scale = torch.ones(sum(widths)) if pool.scale is None or vector < 0 else pool.scale[vector]
+            added = torch.zeros(sum(widths)) if pool.bias is None or vector < 0 else pool.bias[vector]
+            weight[expert] = scale[:, None] * (weight[expert] + delta)
+            if bias is not None:
+                bias[expert] = scale * bias[expert] + added
+            else:
+                assert not added.any()
+    rows = kernels.AdapterRows.of(slots, len(ranks))
+    return kernels.ExpertChanges.of(pools[0], pools[1], x, ids, rows, num_experts), merged
+
+
+def check_changes(
+    form: Callable[..., Tensor],
+    x: Tensor,
+    routes: tuple[Tensor, Tensor],
+    slots: Tensor,
+    changes: kernels.ExpertChanges,
+    expected: Sequence[Tensor],
+    tolerance: float,
+) -> None:
+    """`expected` are the results of all tokens with each adapter."""
+    plain, found = form(x, *routes), form(x, *routes, changes)
+    assert found.dtype == x.dtype
+    if dispatch.PLATFORMS:
+        assert torch.equal(found[slots < 0], plain[slots < 0])
+    else:  # torch's activation of a number depends on its place in the tensor
+        close(found[slots < 0], plain[slots < 0].double(), 1e-6)
+    for slot, every in enumerate(expected):
+        close(found[slots == slot], every[slots == slot], tolerance)
+        assert not torch.equal(found[slots == slot], plain[slots == slot])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k", "size", "hidden"), SHAPES[2:4])
+@pytest.mark.parametrize("options", [{}, {"has_scale": True, "has_bias": True}])
+def test_changes_by_adapters_are_those_of_merged_weights(
+    tokens: int, num_experts: int, top_k: int, size: int, hidden: int, options: dict[str, bool], dtype: torch.dtype
+) -> None:
+    x, slots = torch.randn(tokens, hidden).to(dtype), torch.arange(tokens) % 4 - 1
+    weights, ids = routed(tokens, num_experts + 1, top_k)
+    ids = ids - 1  # of another rank
+    parts = random_experts(num_experts, size, hidden, dtype, bias=bool(options))
+    changes, merged = changed_experts(x, ids, parts, slots, (16, 3, 8), **options)
+    expected = [experts_by_loops(x, weights, ids, each[0], each[1], "silu", each[2], each[3]) for each in merged]
+    for form in forms(*parts[:2], "silu", *parts[2:]):
+        check_changes(form, x, (weights, ids), slots, changes, expected, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("pools", ["gate_up", "down"])
+def test_changes_of_one_matrix_by_adapters(pools: str) -> None:
+    x, slots, (weights, ids) = torch.randn(20, 40), torch.arange(20) % 3 - 1, routed(20, 5, 3)
+    parts = random_experts(5, 20, 40)
+    changes, merged = changed_experts(x, ids, parts, slots, (5, 8))
+    changes = changes._replace(gate_up=None) if pools == "down" else changes._replace(down=None)
+    matrices = [(each[0], parts[1]) if pools == "gate_up" else (parts[0], each[1]) for each in merged]
+    expected = [experts_by_loops(x, weights, ids, first, second, "silu") for first, second in matrices]
+    for form in forms(*parts[:2], "silu", None, None):
+        check_changes(form, x, (weights, ids), slots, changes, expected, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.03), ("int4", 0.25), (None, 0.03)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_changes_of_quantized_experts_by_adapters(
+    quantization: kernels.Quantization | None, tolerance: float, gated: bool, dtype: torch.dtype
+) -> None:
+    """None: FP8 as it is published."""
+    x, slots, (weights, ids) = torch.randn(21, 128).to(dtype), torch.arange(21) % 3 - 1, routed(21, 6, 2)
+    gate_up, down, *_ = random_experts(6, 64, 128, dtype)
+    gate_up = gate_up if gated else gate_up[:, :64].clone()
+    if quantization is None:
+        inputs, form = examples.Inputs(torch.device("cpu"), dtype), kernels.QuantizedFormat("fp8", 32)
+        stacks = [examples.random_weight(inputs, form, 6, *shape) for shape in (gate_up.shape[1:], down.shape[1:])]
+        gate_up, down = (stack.dequantize().to(dtype) for stack in stacks)
+        packed = kernels.pack_experts(stacks[0], stacks[1], "relu2", gated=gated)
+        assert isinstance(packed, experts.CodedExperts)
+    else:
+        given = gate_up.clone(), down.clone(), "relu2"
+        packed = kernels.pack_experts(*given, quantization=quantization, gated=gated)
+    changes, merged = changed_experts(x, ids, (gate_up, down, None, None), slots, (16, 5), gated=gated)
+    twice = [(first if gated else torch.cat((first, first), dim=1), second) for first, second, *_ in merged]
+    activation = "relu2" if gated else "relu"
+    expected = [experts_by_loops(x, weights, ids, *each, activation) for each in twice]
+    check_changes(packed, x, (weights, ids), slots, changes, expected, tolerance)
+
+
+@platforms_only
+def test_a_changed_token_depends_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, slots, (weights, ids) = torch.randn(70, 40), torch.arange(70) % 3 - 1, routed(70, 5, 3)
+    gate_up, down, *_ = random_experts(5, 20, 40)
+    form = kernels.pack_experts(gate_up.clone(), down.clone(), "silu")
+    changes, _ = changed_experts(x, ids, (gate_up, down, None, None), slots, (16, 8))
+    whole = form(x, weights, ids, changes)
+    one = slice(13, 14)
+    assert torch.equal(form(x[one], weights[one], ids[one], changes.of_rows(one)), whole[one])
+    monkeypatch.setattr(cpu, "_PAIRS_AT_ONCE", 30)
+    assert torch.equal(form(x, weights, ids, changes), whole)
+
+
+@platforms_only
+def test_changes_by_adapters_are_replayed() -> None:
+    """With other adapters, experts and inputs."""
+    gate_up, down, *_ = random_experts(5, 20, 40)
+    form = kernels.pack_experts(gate_up.clone(), down.clone(), "silu")
+    steps = []
+    for number in range(2):
+        x, (weights, ids), slots = torch.randn(9, 40), routed(9, 5, 3), torch.arange(9) % (3 - number) - 1 + number
+        rows = kernels.AdapterRows.of(slots, 2)
+        steps.append((x, weights, ids, rows.order, rows.starts))
+    pools, _ = changed_experts(x, ids, (gate_up, down, None, None), slots, (16, 8))
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+        of_step = kernels.AdapterRows(order, starts)
+        return form(x, weights, ids, kernels.ExpertChanges.of(pools.gate_up, pools.down, x, ids, of_step, 5))
+
+    expected, given, out = run(*steps[1]), [each.clone() for each in steps[0]], torch.empty(9, 40)
+    with OpReplay() as recorded:
+        out.copy_(run(*given))
+    for each, other in zip(given, steps[1], strict=True):
+        each.copy_(other)
+    recorded.replay()
+    assert torch.equal(out, expected)

@@ -11,6 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire import kernels
+from quire.engine.architecture.spec_parts import NormSpec
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.linear import GatedLinear, Partition, RowParallelLinear
+from quire.engine.layers.norm import RMSNorm
 from quire.kernels import coded_words, experts, linear, packed_state, reference
 from quire.kernels.quantized import VALUES, QuantizedWeight
 from tests.integration.kernels.test_quantized import close, random_weight
@@ -159,3 +163,40 @@ def test_everything_is_on_the_device(kind: str) -> None:
     tensors: list[Tensor] = [*product.state(0), *packed_state.tensors_of(one)]
     assert {each.device.type for each in tensors} == {"meta"}
     assert one(torch.empty(3, 256, device="meta"), None).shape == (3, 128)
+
+
+def test_adapters_read_the_rows_that_a_norm_rounds() -> None:
+    """Where a layer has a pool; without one, nothing but the rounded rows is kept. Rows without adapters stay the
+    same."""
+    norm = RMSNorm(NormSpec(eps=1e-6), 256)
+    gate_up = GatedLinear(256, Partition("gate", 128, 0, 128), Partition("up", 128, 0, 128), "silu", bias=False)
+    down = RowParallelLinear(128, 40, Parallel(), bias=False)
+    assert norm.weight is not None
+    norm.weight.data.uniform_(0.5, 1.5)
+    gate_up._product = kernels.pack_gated(rounding("fp8", 256, 256, groups=2), "silu")
+    down._product = kernels.pack_linear(rounding("fp8", 40, 128))
+    norm.feed(gate_up)
+    x, rows = torch.randn(5, 256), kernels.AdapterRows.of(torch.tensor([1, -1, 0, 1, -1]), 2)
+
+    def outputs(adapters: kernels.AdapterRows | None) -> Tensor:
+        normed = norm(x)
+        assert isinstance(normed, kernels.RoundedRows)
+        assert (normed.plain is not None) == (gate_up.pool is not None)
+        return down(gate_up.forward_to(down, normed, adapters), adapters)  # type: ignore[no-any-return]
+
+    plain = outputs(None)
+    both = gate_up._product.gates_and_ups(norm(x), None)
+    for layer, ins, widths in ((gate_up, 256, (128, 128)), (down, 128, (40,))):
+        layer.pool = kernels.LowRankPool.allocate(2, 3 * len(widths), ins, widths, torch.float32, x.device, 3)
+        layer.pool.assign(1, 0, [(torch.randn(3, ins) * 0.1, torch.randn(width, 3)) for width in widths])
+    assert outputs(None).equal(plain)
+    found, normed = outputs(rows), kernels.rms_norm(x, norm.weight, 1e-6, 0.0)
+    assert found[[1, 2, 4]].equal(plain[[1, 2, 4]])
+    assert gate_up.pool is not None
+    kernels.add_low_rank(both, normed, gate_up.pool, rows)
+    inner = kernels.act_mul(both, "silu")
+    expected = down._product(inner, None)
+    assert down.pool is not None
+    kernels.add_low_rank(expected, inner, down.pool, rows)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not found[0].allclose(plain[0], atol=0.1)

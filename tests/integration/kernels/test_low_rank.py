@@ -50,10 +50,11 @@ def by_loops(out: Tensor, x: Tensor, pool: LowRankPool, slots: Sequence[int]) ->
             begin, end = pool.bounds[part : part + 2].tolist()
             a, b = (each[first : first + rank].double() for each in (pool.a, pool.b))
             changed[row, begin:end] += a @ x[row].double() @ b[:, : end - begin]
-        if pool.scale is not None:
-            changed[row] *= pool.scale[slot]
-        if pool.bias is not None:
-            changed[row] += pool.bias[slot]
+        vector = int(pool.vectors[slot])
+        if pool.scale is not None and vector >= 0:
+            changed[row] *= pool.scale[vector]
+        if pool.bias is not None and vector >= 0:
+            changed[row] += pool.bias[vector]
     return changed.to(out.dtype)
 
 
@@ -164,6 +165,7 @@ def test_a_rows_bits_depend_on_nothing_else(dtype: torch.dtype, stored: torch.dt
         a=torch.cat((moved.a, moved.a[begin : begin + count])),
         b=torch.cat((moved.b, moved.b[begin : begin + count])),
         slots=torch.cat((moved.slots, (of_two + torch.tensor([len(moved.a) - begin, 0]))[None])),
+        vectors=torch.cat((moved.vectors, moved.vectors[2:3])),
     )
     elsewhere = slots.where(slots != 2, len(ranks))
     assert torch.equal(changed(slice(None), far, elsewhere), together)
@@ -246,7 +248,9 @@ def test_no_rows_or_no_slots_change_nothing() -> None:
         of_rows = AdapterRows.of(torch.full((rows,), -1), slots)
         out = torch.randn(rows, 32)
         before = out.clone()
-        kernels.add_low_rank(out, torch.randn(rows, 40), replace(pool, slots=pool.slots[:slots]), of_rows)
+        kernels.add_low_rank(
+            out, torch.randn(rows, 40), replace(pool, slots=pool.slots[:slots], vectors=pool.vectors[:slots]), of_rows
+        )
         assert torch.equal(out, before)
 
 
@@ -273,6 +277,8 @@ def test_what_is_not_in_the_pool_or_the_step_is_refused() -> None:
         ({"b": torch.ones(len(pool.a), 300), "bounds": torch.tensor([0, 200, 32])}, "the slots, parts or rows do not"),
         ({"bounds": torch.tensor([0, -8, 32])}, "the slots, parts or rows do not match"),
         ({"scale": torch.ones(2, 31)}, "scale and bias must be float32"),
+        ({"scale": torch.ones(2, 32), "vectors": torch.tensor([2, 0])}, "scale or bias of slot 0 is not in the pool"),
+        ({"vectors": torch.tensor([0])}, "the slots, parts or rows do not match"),
     )
     for change, message in changes:
         with pytest.raises(RuntimeError, match=message):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from quire import kernels
-from quire.kernels import check, dispatch, reference
+from quire.kernels import check, dispatch, experts, reference
 from quire.kernels.cache import LARGEST, allocate_kv_cache
 from quire.kernels.quantized import QuantizedFormat
 from tests.fakes.interpreter import with_scales_of_8_bit_floats
@@ -92,6 +92,12 @@ def test_low_rank_changes(
     rows: int, in_features: int, widths: tuple[int, ...], ranks: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     test_low_rank.check_changes(rows, in_features, widths, ranks, dtype)
+
+
+def test_low_rank_changes_of_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than each program looks at; some have several blocks of rows."""
+    monkeypatch.setattr(importlib.import_module("quire.kernels.triton.low_rank"), "_MOST_SLOTS", 1)
+    test_low_rank.check_changes(45, 20, (17,), (3, 1), TYPES[0])
 
 
 def test_large_products_with_a_of_low_rank_changes_stay_finite() -> None:
@@ -206,6 +212,10 @@ def test_attention_within_runs(window: int) -> None:
     case = test_attention.build([(0, 150), (270, 30), (40, 1)], 6, 2, 48, 16, run_length=90, window=window)
     assert (case.options["ends"].diff() == 0).sum() > 50
     close(case.run(), case.expected)
+
+
+def test_attention_of_requests_without_queries() -> None:
+    test_attention.test_requests_may_have_no_query()
 
 
 @pytest.mark.parametrize("block_size", [1, 3])
@@ -377,6 +387,24 @@ def test_sums_over_experts(
     biases = (torch.randn(experts, rows).to(dtype), torch.randn(experts, 40).to(dtype)) if has_bias else ()
     found, expected = (m.fused_experts(x, weights, ids, *matrices, "silu", *biases) for m in (kernels, reference))
     close(found, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("gated", "dtype", "options"),
+    [(True, TYPES[0], {}), (False, TYPES[0], {}), (True, TYPES[1], {"has_scale": True, "has_bias": True})],
+)
+def test_experts_that_adapters_change(gated: bool, dtype: torch.dtype, options: dict[str, bool]) -> None:
+    x, slots = torch.randn(13, 40).to(dtype), torch.arange(13) % 3 - 1
+    weights, ids = torch.rand(13, 2), torch.randint(-1, 5, (13, 2))
+    gate_up, down, *biases = test_experts.random_experts(4, 24, 40, dtype, bias=bool(options))
+    parts = [gate_up if gated else gate_up[:, :24], down, *biases]
+    changes, merged = test_experts.changed_experts(x, ids, parts, slots, (16, 3), gated=gated, **options)
+    expected = [
+        reference.fused_experts(x.double(), weights, ids, each[0], each[1], "relu2", each[2], each[3])
+        for each in merged
+    ]
+    form = experts.PlainExperts(gate_up if gated else gate_up[:, :24], down, "relu2", biases[0], biases[1])
+    test_experts.check_changes(form, x, (weights, ids), slots, changes, expected, test_experts.TOLERANCES[dtype])
 
 
 def test_no_tokens_for_experts() -> None:

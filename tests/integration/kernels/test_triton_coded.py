@@ -6,8 +6,11 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from quire.kernels import coded_words, reference
 from quire.kernels.quantized import VALUES, QuantizedWeight
+from tests.integration.kernels import test_experts as plain_experts
 
 pytest.importorskip("triton", reason="scripts/setup ci installs it")
 coded = importlib.import_module("quire.kernels.triton.coded")
@@ -162,6 +166,55 @@ def test_experts(values: str, group: int, dtype: torch.dtype, has_bias: bool, ro
     for module in (coded, coded_words):
         packed = coded_words.pack_words(gate_up), coded_words.pack_words(down)
         close(module.coded_fused_experts(x, weights, ids, *packed, activation, *biases, rows == 96), expected)
+
+
+def check_changes(
+    form: Callable[..., Tensor], parts: Sequence[Tensor], activation: str, *, gated: bool, tolerance: float
+) -> None:
+    """Of experts by adapters, given the experts as they are."""
+    gate_up, down, *biases = parts
+    x, weights = torch.randn(9, gate_up.shape[2]).to(gate_up.dtype), torch.rand(9, 2)
+    ids, slots = torch.randint(-1, len(down) + 1, (9, 2)), torch.arange(9) % 3 - 1
+    given = gate_up, down, *(biases or (None, None))
+    changes, merged = plain_experts.changed_experts(x, ids, given, slots, (16, 5), gated=gated)
+    expected = [
+        reference.fused_experts(x.double(), weights, ids, each[0], each[1], activation, each[2], each[3])
+        for each in merged
+    ]
+    plain_experts.check_changes(form, x, (weights, ids), slots, changes, expected, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [96, 48])
+def test_coded_experts_that_adapters_change(dtype: torch.dtype, rows: int) -> None:
+    stacks, activation, gated = experts_of("uint4", 32, dtype, rows), "silu" if rows == 96 else "relu2", rows == 96
+    packed = [coded_words.pack_words(each) for each in stacks]
+
+    def form(module: Any, *given: Any) -> Tensor:
+        call, given, changes = module.coded_fused_experts, given[:3], given[3] if len(given) > 3 else None
+        return call(*given, *packed, activation, gated=gated, changes=changes)  # type: ignore[no-any-return]
+
+    parts = [each.dequantize() for each in stacks]
+    for module in (coded, coded_words):
+        check_changes(partial(form, module), parts, activation, gated=gated, tolerance=2e-3)
+
+
+@pytest.mark.parametrize("sides", [2, 1])
+def test_rounded_experts_that_adapters_change(sides: int) -> None:
+    dtype, kind = torch.float16, torch.float8_e4m3fn
+    stacks = [random_weight("fp8", rows, 128, 128, experts=4, dtype=dtype) for rows in (sides * 128, 128)]
+    for each in stacks:
+        each.scales.copy_((torch.rand(each.scales.shape) + 0.5) / 448 / 16)
+    packed = [part for each in stacks for part in (each.codes.view(kind), each.scales)]
+    activation = "silu" if sides == 2 else "relu2"
+
+    def form(module: Any, *given: Any) -> Tensor:
+        call, given, changes = module.rounded_fused_experts, given[:3], given[3] if len(given) > 3 else None
+        return call(*given, *packed, activation, changes=changes)  # type: ignore[no-any-return]
+
+    parts = [each.dequantize() for each in stacks]
+    for module in (rounded, coded_words):
+        check_changes(partial(form, module), parts, activation, gated=sides == 2, tolerance=0.05)
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(0, torch.float32), (16, torch.float32), (32, torch.float16)])
