@@ -59,7 +59,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """`[tokens, hidden_size]` → the same, or only the rows `last_tokens`, the last ones of the requests. Writes the
         keys and values of all tokens to this layer's `cache`."""
-        return self.from_qkv(self.qkv(x), batch, cos_sin, cache, last_tokens)
+        return self.from_qkv(self.qkv(x, batch.adapters_of()), batch, cos_sin, cache, last_tokens)
 
     def from_qkv(
         self, qkv: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache, last_tokens: Tensor | None = None
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         if last_tokens is not None:
             query, gate = query[last_tokens], None if gate is None else gate[last_tokens]
         metadata = self._metadata(batch, cache, last_tokens)
-        return self._result(self._attend(query, metadata, cache), gate)
+        return self._result(self._attend(query, metadata, cache), gate, batch.adapters_of(last_tokens))
 
     def _write(self, qkv: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
         """Write keys and values; returns the rotated queries, and the gates of results if there are any."""
@@ -113,14 +113,14 @@ class Attention(nn.Module):
             host=metadata.host,
         )
 
-    def _result(self, mixed: Tensor, gate: Tensor | None) -> Tensor:
+    def _result(self, mixed: Tensor, gate: Tensor | None, adapters: kernels.AdapterRows | None) -> Tensor:
         """`[tokens, heads, head_dim]` → `[tokens, hidden_size]`"""
         spec = self._spec
         if spec.value_dim < spec.head_dim:
             mixed = mixed[..., : spec.value_dim]
         if gate is not None:
             mixed = mixed * gate.sigmoid()
-        out: Tensor = self.output(mixed.flatten(1))
+        out: Tensor = self.output(mixed.flatten(1), adapters)
         return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels import HostMetadata, StateSegments
+from quire.kernels import AdapterRows, HostMetadata, StateSegments
 
 
 class KVBlocks(NamedTuple):
@@ -105,6 +105,17 @@ class SharedResults:
     """For KV cache groups of layers with chunked attention, the metadata of all queries of the step."""
 
 
+class BatchAdapters(NamedTuple):
+    """A step's rows by their adapters."""
+
+    tokens: AdapterRows
+    """Of all tokens."""
+    last_tokens: AdapterRows
+    """Of each request's last token."""
+    sampling: AdapterRows
+    """Of the rows whose logits are computed: those of `Batch.logits_indices`."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """The scheduled tokens of all requests in a step, one request after another. All tensors are int64."""
@@ -143,12 +154,21 @@ class Batch:
     key_ends: Tensor | None = None
     """`[tokens]`, the position after the last token that each token attends to, which is further than its own where the
     tokens of a run of features attend to each other in both directions; None: each token's own is its last."""
+    adapters: BatchAdapters | None = None
+    """None: no row has an adapter."""
     shared: SharedResults = field(default_factory=SharedResults)
     """Each forward pass begins with new ones."""
 
     def host_metadata(self) -> HostMetadata:
         """`host`, or the same read from the tensors."""
         return self.host or _read_from_device(self.query_starts, self.sequence_lengths)
+
+    def adapters_of(self, last_tokens: Tensor | None = None) -> AdapterRows | None:
+        """The adapters of the rows of all tokens, or only of the `last_tokens` of requests where there are no others;
+        None: no row has one."""
+        if self.adapters is None:
+            return None
+        return self.adapters.tokens if last_tokens is None else self.adapters.last_tokens
 
     def attention(self, group: int) -> AttentionMetadata:
         """For the attention layers of this KV cache group."""

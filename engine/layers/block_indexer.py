@@ -30,8 +30,9 @@ class BlockIndexer(nn.Module):
     def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> Tensor:
         """Write the tokens' keys to the cache; returns their queries `[tokens, kv_heads, head_dim]`."""
         assert cache.keys is not None
-        query = self.query_norm(self.query(x).unflatten(-1, (-1, self._spec.head_dim)))
-        key = self.key_norm(self.key(x))[:, None]
+        adapters = batch.adapters_of()
+        query = self.query_norm(self.query(x, adapters).unflatten(-1, (-1, self._spec.head_dim)))
+        key = self.key_norm(self.key(x, adapters))[:, None]
         return kernels.rotary_write_kv(query, key, None, cos_sin, cache.keys, batch.attention(cache.group).slot_mapping)
 
     def attend(

@@ -30,12 +30,12 @@ class ClippedColumnParallelLinear(ColumnParallelLinear):
         the host."""
         self._bounds = [*zip(self.input_min.tolist(), self.input_max.tolist(), strict=True)]
 
-    def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """See `ColumnParallelLinear`. Parts that clamp their inputs alike are one product."""
         assert isinstance(x, Tensor)
         assert self._bounds
         products = {
-            each: self.product(x.clamp(*each), self.bias).split_with_sizes(self._widths, -1)
+            each: self.product(x.clamp(*each), self.bias, adapters).split_with_sizes(self._widths, -1)
             for each in dict.fromkeys(self._bounds)
         }
         found = [
@@ -53,7 +53,8 @@ class ClippedRowParallelLinear(RowParallelLinear):
         self.input_min, self.input_max = Weight((1,), whole(1)), Weight((1,), whole(1))
         self.output_min, self.output_max = Weight((1,), whole(1)), Weight((1,), whole(1))
 
-    def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """See `RowParallelLinear`."""
         assert isinstance(x, Tensor)
-        return super().forward(x.clamp(self.input_min, self.input_max)).clamp(self.output_min, self.output_max)
+        clamped = x.clamp(self.input_min, self.input_max)
+        return super().forward(clamped, adapters).clamp(self.output_min, self.output_max)

@@ -83,11 +83,11 @@ class EntryIndexer(nn.Module):
         assert cache.compressed.keys is not None
         assert cache.entries_group is not None
         keys, entries = cache.compressed.keys, batch.attention(cache.entries_group)
-        query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
+        adapters = batch.adapters_of()
+        query = self.query(latent_query, adapters).unflatten(-1, (self._spec.num_heads, -1))
         query, _ = kernels.rotary(query, query[:, :0], cos_sin)
-        return kernels.select_tokens(
-            query, self.weights.logits(x) * self._scale, keys, *entries.paged, self._spec.top_k, self._ratio
-        )
+        weights = self.weights.logits(x, adapters) * self._scale
+        return kernels.select_tokens(query, weights, keys, *entries.paged, self._spec.top_k, self._ratio)
 
 
 class CompressedAttention(nn.Module):
@@ -104,6 +104,7 @@ class CompressedAttention(nn.Module):
         self.key_norm = make_norm(spec.norm, spec.head_dim)
         self.sinks = own.weight("attention", "sinks")
         self.group_output = GroupedLinear(own.weight("attention.group_output"), groups)
+        self.group_output.may_have_pool = False  # not even if this rank has only one of the groups
         self.output = own.row_parallel("attention.output")
         self.compressor = self.indexer = None
         if spec.compressor is not None:
@@ -121,9 +122,10 @@ class CompressedAttention(nn.Module):
         """`[tokens, hidden_size]` → the same; writes the tokens' rows, and the entries that they complete."""
         spec, kept, windows = self._spec, cache.compressed, batch.attention(cache.group)
         assert kept is not None
-        latent_query, key = self.down(x).split_with_sizes((spec.q_lora_rank, spec.head_dim), dim=-1)
+        adapters = batch.adapters_of()
+        latent_query, key = self.down(x, adapters).split_with_sizes((spec.q_lora_rank, spec.head_dim), dim=-1)
         latent_query = self.query_norm(latent_query)
-        query = self._head_norm(self.query(latent_query).unflatten(-1, (self._heads, spec.head_dim)))
+        query = self._head_norm(self.query(latent_query, adapters).unflatten(-1, (self._heads, spec.head_dim)))
         key = self.key_norm(key)[:, None]
         query = kernels.rotary_write_kv(query, key, None, cos_sin, kept.tokens, windows.slot_mapping)
         chosen = None
@@ -135,7 +137,7 @@ class CompressedAttention(nn.Module):
         mixed = self._attend(query, batch, cache, chosen)
         cos, sin = cos_sin.chunk(2, dim=-1)
         mixed, _ = kernels.rotary(mixed, mixed[:, :0], torch.cat((cos, -sin), dim=-1))
-        out: Tensor = self.output(self.group_output(_rotary_last(mixed, spec.rope.dim).flatten(1)))
+        out: Tensor = self.output(self.group_output(_rotary_last(mixed, spec.rope.dim).flatten(1)), adapters)
         return out
 
     def _compress(self, x: Tensor, batch: Batch, cache: LayerCache) -> None:
@@ -149,7 +151,7 @@ class CompressedAttention(nn.Module):
         if self.indexer is not None:
             assert kept.keys is not None
             compressors.append((self.indexer.compressor, kept.keys))
-        new = torch.cat([each.inputs(x) for each, _ in compressors], dim=-1)[:, None]
+        new = torch.cat([each.inputs(x, batch.adapters_of()) for each, _ in compressors], dim=-1)[:, None]
         nothing, no_turns = new[:, :0], new.new_empty(len(new), 0, dtype=torch.float32)
         kernels.rotary_write_kv(nothing, new, None, no_turns, kept.inputs, windows.slot_mapping)
         cos_sin = self._rotary(batch.positions + 1 - spec.compressor.ratio)

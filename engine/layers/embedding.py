@@ -11,6 +11,7 @@ from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.quantized import QuantizedParameters
+from quire.engine.layers.row_changes import RowChanges
 from quire.engine.layers.weight import Shard, Weight
 
 
@@ -42,20 +43,32 @@ class VocabParallelEmbedding(nn.Module):
         """In place of the weight, if it is kept as the checkpoint stores it."""
         self.packed: kernels.PackedEmbedding | None = None
         """That weight, once it is loaded."""
+        self.changes: dict[int, RowChanges] = {}
+        """Its changes by the adapters in these slots."""
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Pack a weight that is kept as the checkpoint stores it; another one stays as it is."""
         if self.quantized is not None:
             self.packed = kernels.pack_embedding(self.quantized.weight())
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """`[…, tokens]` → `[…, tokens, hidden_size]`, the same on every rank."""
+    def forward(self, token_ids: Tensor, adapters: kernels.AdapterRows | None = None) -> Tensor:
+        """`[…, tokens]` → `[…, tokens, hidden_size]`, the same on every rank; with `adapters`, `[tokens]` →
+        `[tokens, hidden_size]`."""
         if self._parallel.size == 1:
-            return self._vectors(token_ids)
+            return self._changed(self._vectors(token_ids), token_ids, adapters)
         local = token_ids - self._parallel.rank * self._rows
         foreign = (local < 0) | (local >= self._rows)
-        vectors = self._vectors(local.masked_fill(foreign, 0))
+        local = local.masked_fill(foreign, 0)
+        vectors = self._changed(self._vectors(local), local, adapters)
         return self._parallel.all_reduce(vectors.masked_fill_(foreign[..., None], 0.0))
+
+    def _changed(self, vectors: Tensor, rows: Tensor, adapters: kernels.AdapterRows | None) -> Tensor:
+        """The vectors of these rows, changed in place."""
+        for slot, change in self.changes.items():
+            if adapters is not None and adapters.count(slot):
+                own = adapters.of_slot(slot)
+                vectors[own] = change.vectors(rows[own], vectors[own])
+        return vectors
 
     def _vectors(self, rows: Tensor) -> Tensor:
         if self.packed is None:
@@ -66,6 +79,8 @@ class VocabParallelEmbedding(nn.Module):
 
 class TiedLinear(Linear):
     """A linear layer that may have the weight of an embedding."""
+
+    may_have_pool = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,16 +107,24 @@ class TiedLinear(Linear):
         if self.shares_weight:
             self.weight.data = weight
 
-    def product(self, x: Tensor | kernels.RoundedRows, bias: Tensor | None = None) -> Tensor:
+    def product(
+        self,
+        x: Tensor | kernels.RoundedRows,
+        bias: Tensor | None = None,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         packed = next((each.packed for each in self._embeddings), None)
         if packed is None:
-            return super().product(x, bias)
+            return super().product(x, bias, adapters)
         assert isinstance(x, Tensor)
+        assert adapters is None
         return packed(x, bias)
 
 
 class ParallelLMHead(TiedLinear):
     """Vectors to logits. A tied head shares the embedding's weight."""
+
+    may_have_pool = True
 
     def __init__(
         self,
@@ -119,12 +142,21 @@ class ParallelLMHead(TiedLinear):
         else:
             self.share(tied.weight, tied)
         self.bias = vocab_weight(vocab_size, parallel) if bias else None
+        self.num_rows, self.width = self.weight.shape
+        self.changes: dict[int, RowChanges] = {}
+        """Rows that the adapters in these slots replace."""
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Weights of 4 bits become int8, as logits need the precision."""
         super().pack(quantization and "int8")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """`[rows, hidden_size]` → float32 logits `[rows, vocab_size]`, the same on every rank."""
-        logits = self._parallel.all_gather(self.product(x, self.bias))
+        out = self.product(x, self.bias)
+        for slot, change in self.changes.items():
+            if adapters is not None and adapters.count(slot):
+                own = adapters.of_slot(slot)
+                bias = None if self.bias is None else self.bias[change.numbers]
+                out[own[:, None], change.numbers] = F.linear(x[own], change.rows, bias).to(out.dtype)
+        logits = self._parallel.all_gather(self._changed(out, x, adapters))
         return logits[:, : self._vocab_size].float()

@@ -35,7 +35,7 @@ class GroupIndexer(nn.Module):
         spec, weight, metadata, keys = self._spec, self.key_norm.weight, batch.attention(cache.group), cache.keys
         assert isinstance(weight, Tensor)
         assert keys is not None
-        heads = torch.unflatten(self.inputs(x), -1, (-1, spec.head_dim))
+        heads = torch.unflatten(self.inputs(x, batch.adapters_of()), -1, (-1, spec.head_dim))
         query, key = heads.split_with_sizes((spec.num_heads, 1), dim=1)
         query = self.query_norm(query)
         query, _ = kernels.rotary(query, query[:, :0], cos_sin)

@@ -45,7 +45,7 @@ class LayerInput(nn.Module):
         self.projection = own.column_parallel("layer_input.projection")
         self.norm = make_norm(spec.norm, hidden_size)
 
-    def forward(self, x: Tensor, layer_input: Tensor) -> Tensor:
+    def forward(self, x: Tensor, layer_input: Tensor, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """The residual stream `[tokens, hidden_size]`, and the input `[tokens, size]`, → `[tokens, hidden_size]`."""
-        gated = kernels.act_mul(torch.cat((self.gate(x), layer_input), dim=-1), self._activation)
-        return self.norm(self.projection(gated))  # type: ignore[no-any-return]
+        gated = kernels.act_mul(torch.cat((self.gate(x, adapters), layer_input), dim=-1), self._activation)
+        return self.norm(self.projection(gated, adapters))  # type: ignore[no-any-return]

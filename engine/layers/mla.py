@@ -17,6 +17,8 @@ after it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,12 +45,73 @@ _ABSORBED, _PLAIN, _SPARSE = range(3)
 class PerHeadUp(ColumnParallelLinear):
     """Projects the latent to each head's plain key and value; never packed, as it is applied from both sides."""
 
+    has_earlier_rows = True
+
     @property
     def may_be_quantized(self) -> bool:
         return False
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Do nothing: see above."""
+
+    def slots(self, adapters: kernels.AdapterRows | None) -> Tensor | None:
+        """The slot of each row; the number of slots: none. None: no adapter changes the product of any."""
+        pool = self.pool
+        if adapters is None or not adapters.has_adapters or pool is None or not len(pool.a):
+            return None
+        slots = adapters.slots()
+        return torch.where(slots < 0, len(pool.slots), slots)
+
+    def changes(self, slots: Tensor, heads: int, dtype: torch.dtype) -> Iterator[tuple[slice, UpChanges]]:
+        """The changes by the adapters of rows, of some rows at a time. Nothing is read from the device."""
+        pool = self.pool
+        assert pool is not None
+        number = torch.arange(pool.largest_rank, device=slots.device)
+        size = max(1, attention_spec.KEYS_AND_VALUES_AT_ONCE // max(1, len(number) * pool.b.shape[1]))
+        for start in range(0, len(slots), size):
+            rows = slice(start, start + size)
+            own, has_any = slots[rows].clamp(max=len(pool.slots) - 1), slots[rows, None] < len(pool.slots)
+            first, ranks = pool.slots[own, 0, :, None].unbind(1)
+            is_own = (number < ranks) & has_any
+            places = torch.where(is_own, first + number, 0)
+            vectors = pool.vectors[own]
+            has_vector, vectors = has_any & (vectors >= 0)[:, None], vectors.clamp(min=0)
+            scale, bias = (
+                None
+                if each is None
+                else torch.unflatten(torch.where(has_vector, each[vectors], neutral).to(dtype), 1, (heads, -1))
+                for each, neutral in ((pool.scale, 1.0), (pool.bias, 0.0))
+            )
+            a, b = (each[places].to(dtype) for each in (pool.a, pool.b))
+            yield rows, UpChanges(a.where(is_own[..., None], 0.0), torch.unflatten(b, 2, (heads, -1)), scale, bias)
+
+    def changed(self, x: Tensor, rows: Tensor, slots: Tensor, heads: slice, width: int) -> Tensor:
+        """The product `x` of `rows` for these heads of `width` features each, changed in place."""
+        assert self.pool is not None
+        own, num_slots = slice(heads.start * width, heads.stop * width), len(self.pool.slots)
+        b, scale, bias = (
+            None if each is None else each[:, own].contiguous()
+            for each in (self.pool.b, self.pool.scale, self.pool.bias)
+        )
+        assert b is not None
+        bounds = self.pool.bounds.clamp(max=x.shape[1])
+        pool = replace(self.pool, b=b, widths=(x.shape[1],), bounds=bounds, scale=scale, bias=bias)
+        adapters = kernels.AdapterRows.of(torch.where(slots < num_slots, slots, -1), num_slots)
+        kernels.add_low_rank(x, rows, pool, adapters)
+        return x
+
+
+class UpChanges(NamedTuple):
+    """The changes of `PerHeadUp` by the adapter of each row."""
+
+    a: Tensor
+    """`[rows, ranks, latent_dim]`"""
+    b: Tensor
+    """`[rows, ranks, heads, plain_dim + value_dim]`"""
+    scale: Tensor | None
+    """`[rows, heads, plain_dim + value_dim]`, factors of the changed product."""
+    bias: Tensor | None
+    """The same shape: what is added in the end. Of keys it changes all scores of a query alike, so nothing."""
 
 
 class Indexer(nn.Module):
@@ -77,9 +140,10 @@ class Indexer(nn.Module):
         top_k."""
         pool, top_k, metadata, rows = self._spec.pool, self._top_k, batch.attention(cache.group), cache.keys
         assert rows is not None
-        query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
-        key = self.key_norm(self.key(x))
-        key = key if self.gate is None else torch.cat((key, self.gate.logits(x).to(key.dtype)), dim=-1)
+        adapters = batch.adapters_of()
+        query = self.query(latent_query, adapters).unflatten(-1, (self._spec.num_heads, -1))
+        key = self.key_norm(self.key(x, adapters))
+        key = key if self.gate is None else torch.cat((key, self.gate.logits(x, adapters).to(key.dtype)), dim=-1)
         query = kernels.rotary_write_kv(query, key[:, None], None, cos_sin, rows, metadata.slot_mapping)
         keys = rows
         if self.position_bias is not None:
@@ -97,7 +161,7 @@ class Indexer(nn.Module):
             )
         if metadata.host_metadata().lengths.max() <= top_k:
             return Selection()
-        weights = self.weights.logits(x) * self._scale
+        weights = self.weights.logits(x, adapters) * self._scale
         chosen = kernels.select_tokens(query, weights, keys, *metadata.paged, top_k // pool, pool)
         if pool > 1:
             return Selection(*tokens_of_groups(chosen, metadata, pool, rows.shape[3]))
@@ -117,7 +181,10 @@ class MLA(nn.Module):
             self.query_norm.feed(self.query)
         self.latent_norm = make_norm(spec.norm, spec.kv_lora_rank)
         self.rotary_norm = None if spec.rotary_norm is None else make_norm(spec.rotary_norm, spec.rope.dim)
-        self.up = own.column_parallel("attention.up", PerHeadUp)
+        up = own.column_parallel("attention.up", PerHeadUp)
+        assert isinstance(up, PerHeadUp)
+        self.up = up
+        self.up.may_have_new_bias = not spec.has_sinks  # of keys, it would change the weight of the sink
         self.gate = own.column_parallel("attention.gate") if spec.gate_dim else None
         self.sinks = own.weight("attention", "sinks") if spec.has_sinks else None
         self.output = own.row_parallel("attention.output")
@@ -140,8 +207,9 @@ class MLA(nn.Module):
         `[1, blocks, 1, block_size, row]`."""
         spec, hidden, metadata, memory = self._spec, x, batch.attention(cache.group), cache.memory
         assert memory is not None
-        gate = None if self.gate is None else self.gate(x).unflatten(-1, (self._heads, spec.gate_dim))
-        down = self.down(x)
+        adapters = batch.adapters_of()
+        gate = None if self.gate is None else self.gate(x, adapters).unflatten(-1, (self._heads, spec.gate_dim))
+        down = self.down(x, adapters)
         if self.query_norm is not None:
             latent_query, down = down.split((spec.q_lora_rank, down.shape[-1] - spec.q_lora_rank), dim=-1)
             x = normed = self.query_norm(latent_query)
@@ -150,7 +218,8 @@ class MLA(nn.Module):
                 batch.shared.selection = self.indexer(hidden, normed, batch, cos_sin, cache)
             if spec.output_gate == "queries":
                 x = torch.cat((normed, latent_query), dim=-1)
-        query = self.query(x).unflatten(-1, (self._heads, spec.query_dim))  # a head's rotary features come first
+        # A head's rotary features come first.
+        query = self.query(x, adapters).unflatten(-1, (self._heads, spec.query_dim))
         if spec.output_gate == "queries":
             query, gate = query.split_with_sizes((spec.head_dim, spec.v_head_dim), dim=-1)
             query = query.contiguous()
@@ -163,33 +232,43 @@ class MLA(nn.Module):
         key = torch.cat((rotary_key, latent), dim=-1)[:, None]
         query = kernels.rotary_write_kv(query, key, None, cos_sin, memory, metadata.slot_mapping)
         selection = Selection() if spec.top_k is None else batch.shared.selection
-        mixed = self._attend(query, metadata, memory, selection)
+        mixed = self._attend(query, metadata, memory, selection, self.up.slots(adapters))
         if gate is not None:
             mixed = mixed * gate.float().sigmoid().to(mixed.dtype)
-        out: Tensor = self.output(mixed.flatten(1))
+        out: Tensor = self.output(mixed.flatten(1), adapters)
         return out
 
-    def _attend(self, query: Tensor, metadata: AttentionMetadata, memory: Tensor, selection: Selection) -> Tensor:
-        """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request."""
+    def _attend(
+        self,
+        query: Tensor,
+        metadata: AttentionMetadata,
+        memory: Tensor,
+        selection: Selection,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request. `adapters`
+        are the slots of the tokens as of `PerHeadUp.slots`."""
         (counts, lengths, _), (slots, selected) = metadata.host_metadata(), selection
         is_plain = (counts >= self._plain_from) & (self._spec.window is None)  # the plain form reads all rows
         forms = np.where(is_plain, _PLAIN, _ABSORBED)
         if slots is not None:
             forms[lengths > slots.shape[1]] = _SPARSE
         if not (forms != _ABSORBED).any():
-            return self.absorbed(query, metadata, memory)
+            return self.absorbed(query, metadata, memory, adapters)
         starts = [0, *counts.cumsum().tolist()]
         mixed = query.new_empty(*query.shape[:2], self._spec.v_head_dim)
         for first, last, rows in metadata.runs(forms):
             if slots is not None and forms[first] == _SPARSE:
                 assert selected is not None
-                mixed[rows] = self.sparse(query[rows], slots[rows], selected[rows], memory)
+                of_rows = None if adapters is None else adapters[rows]
+                mixed[rows] = self.sparse(query[rows], slots[rows], selected[rows], memory, of_rows)
                 continue
             is_plain = forms[first] == _PLAIN
             for begin, end in self._group_requests(lengths, first, last) if is_plain else [(first, last)]:
                 rows = slice(starts[begin], starts[end])
                 form = self.plain if is_plain else self.absorbed
-                mixed[rows] = form(query[rows], metadata.sequences(begin, end, rows), memory)
+                of_rows = None if adapters is None else adapters[rows]
+                mixed[rows] = form(query[rows], metadata.sequences(begin, end, rows), memory, of_rows)
         return mixed
 
     def _group_requests(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -211,12 +290,35 @@ class MLA(nn.Module):
         )
         return keys, values
 
-    def _latent_query(self, query: Tensor, keys: Tensor) -> Tensor:
+    def _latent_query(self, query: Tensor, keys: Tensor, adapters: Tensor | None) -> Tensor:
         """`[tokens, heads, head_dim]` → `[tokens, heads, row]`: queries for the rows of the cache."""
         rotary, plain = query.split_with_sizes((self._spec.rope.dim, self._spec.qk_nope_head_dim), dim=-1)
-        return torch.cat((rotary, torch.einsum("thp,hpl->thl", plain, keys)), dim=-1)
+        if adapters is None:
+            return torch.cat((rotary, torch.einsum("thp,hpl->thl", plain, keys)), dim=-1)
+        found, of_keys = [], slice(self._spec.qk_nope_head_dim)
+        for rows, change in self.up.changes(adapters, self._heads, query.dtype):
+            own = plain[rows] if change.scale is None else plain[rows] * change.scale[..., of_keys]
+            inner = torch.einsum("thp,trhp->thr", own, change.b[..., of_keys])
+            found.append(torch.einsum("thp,hpl->thl", own, keys) + torch.einsum("thr,trl->thl", inner, change.a))
+        return torch.cat((rotary, torch.cat(found)), dim=-1)
 
-    def sparse(self, query: Tensor, slots: Tensor, counts: Tensor, memory: Tensor) -> Tensor:
+    def _values(self, mixed: Tensor, values: Tensor, adapters: Tensor | None) -> Tensor:
+        """Mixed rows of the cache `[tokens, heads, row]` → `[tokens, heads, value_dim]`"""
+        latent = mixed[..., self._spec.rope.dim :]
+        if adapters is None:
+            return torch.einsum("thl,hvl->thv", latent, values)
+        found, of_values = [], slice(self._spec.qk_nope_head_dim, None)
+        for rows, change in self.up.changes(adapters, self._heads, mixed.dtype):
+            inner = torch.einsum("thl,trl->thr", latent[rows], change.a)
+            own = torch.einsum("thl,hvl->thv", latent[rows], values)
+            own = own + torch.einsum("thr,trhv->thv", inner, change.b[..., of_values])
+            own = own if change.scale is None else own * change.scale[..., of_values]
+            found.append(own if change.bias is None else own + change.bias[..., of_values])
+        return torch.cat(found)
+
+    def sparse(
+        self, query: Tensor, slots: Tensor, counts: Tensor, memory: Tensor, adapters: Tensor | None = None
+    ) -> Tensor:
         """Like `absorbed`, but each query attends only to the rows in the first `counts` `[tokens]` of its `slots`
         `[tokens, top_k]`."""
         spec, (keys, values) = self._spec, self._matrices()
@@ -226,16 +328,19 @@ class MLA(nn.Module):
         size = max(1, attention_spec.KEYS_AND_VALUES_AT_ONCE // (self._heads * (spec.rope.dim + spec.kv_lora_rank)))
         for start in range(0, len(query), size):
             rows = slice(start, start + size)
-            latent = self._latent_query(query[rows], keys)
+            of_rows = None if adapters is None else adapters[rows]
+            latent = self._latent_query(query[rows], keys, of_rows)
             found = kernels.sparse_attention(latent, sides, slots[rows], counts[rows], spec.scale, sinks)
-            mixed[rows] = torch.einsum("thl,hvl->thv", found[..., spec.rope.dim :], values)
+            mixed[rows] = self._values(found, values, of_rows)
         return mixed
 
-    def absorbed(self, query: Tensor, metadata: AttentionMetadata, memory: Tensor) -> Tensor:
+    def absorbed(
+        self, query: Tensor, metadata: AttentionMetadata, memory: Tensor, adapters: Tensor | None = None
+    ) -> Tensor:
         """Attend with one KV head whose keys and values are the rows of the cache."""
         spec, (keys, values) = self._spec, self._matrices()
         mixed = kernels.paged_attention(
-            self._latent_query(query, keys),
+            self._latent_query(query, keys, adapters),
             memory.expand(2, *memory.shape[1:]),
             *metadata.paged,
             spec.scale,
@@ -243,9 +348,11 @@ class MLA(nn.Module):
             host=metadata.host,
             sinks=None if self.sinks is None else self.sinks.float(),
         )
-        return torch.einsum("thl,hvl->thv", mixed[..., spec.rope.dim :], values)
+        return self._values(mixed, values, adapters)
 
-    def plain(self, query: Tensor, metadata: AttentionMetadata, memory: Tensor) -> Tensor:
+    def plain(
+        self, query: Tensor, metadata: AttentionMetadata, memory: Tensor, adapters: Tensor | None = None
+    ) -> Tensor:
         """Compute keys and values of some heads at a time from the cached rows of all the batch's requests, and attend
         to them.
 
@@ -259,6 +366,9 @@ class MLA(nn.Module):
         rotary, latent = rows.split_with_sizes((spec.rope.dim, spec.kv_lora_rank), dim=-1)
         of_each = (metadata.sequence_lengths + size - 1) // size
         number = torch.arange(int(blocks.max()), device=query.device)
+        if adapters is not None:
+            own = adapters[metadata.query_starts[:-1]]
+            adapters = own.repeat_interleave(of_each * size, output_size=total * size)
         expanded_tables = ((of_each.cumsum(0) - of_each)[:, None] + number).clamp(max=total - 1)
         width = max(spec.head_dim, spec.v_head_dim)
         padded_query = F.pad(query, (0, width - spec.head_dim))
@@ -266,6 +376,8 @@ class MLA(nn.Module):
         for heads in self._head_slices(len(rows)):
             weight = self.up.weight.view(self._heads, -1, spec.kv_lora_rank)[heads]
             expanded = F.linear(latent, weight.flatten(0, 1))
+            if adapters is not None:
+                expanded = self.up.changed(expanded, latent, adapters, heads, weight.shape[1])
             expanded = expanded.view(-1, *weight.shape[:2]).transpose(0, 1)  # [heads, rows, plain_dim + value_dim]
             keys, values = expanded.split_with_sizes((spec.qk_nope_head_dim, spec.v_head_dim), dim=-1)
             key_value = query.new_empty(2, *expanded.shape[:2], width)

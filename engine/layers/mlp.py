@@ -39,19 +39,26 @@ class MLP(nn.Module):
         """The layer that alone multiplies the input."""
         return self.gate_up
 
-    def forward(self, x: Tensor | kernels.RoundedRows, added: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor | kernels.RoundedRows,
+        adapters: kernels.AdapterRows | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
         """`[tokens, hidden_size]` → the same. `added` is added to gates and ups, if the spec `is_adapted`."""
-        out: Tensor = self.down(self._inner(x, added))
+        out: Tensor = self.down(self._inner(x, adapters, added), adapters)
         return self._scaled(out)
 
-    def partial(self, x: Tensor | kernels.RoundedRows) -> Tensor:
+    def partial(self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """This rank's part of the output; the output is the sum over all ranks."""
-        return self._scaled(self.down.partial(self._inner(x)))
+        return self._scaled(self.down.partial(self._inner(x, adapters), adapters))
 
-    def _inner(self, x: Tensor | kernels.RoundedRows, added: Tensor | None = None) -> Tensor | kernels.RoundedRows:
+    def _inner(
+        self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None, added: Tensor | None = None
+    ) -> Tensor | kernels.RoundedRows:
         if isinstance(self.gate_up, GatedLinear):
-            return self.gate_up.forward_to(self.down, x)
-        inner: Tensor = self.gate_up(x)
+            return self.gate_up.forward_to(self.down, x, adapters)
+        inner: Tensor = self.gate_up(x, adapters)
         inner = inner if added is None else inner + added
         if not self._spec.is_gated:
             return kernels.activate(inner, self._spec.activation)

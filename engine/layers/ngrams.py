@@ -45,17 +45,24 @@ class NGrams(nn.Module):
         self._powers, self._taps = powers.to(device), taps.to(device)
         """Place values of digits; and the weights that read the digits at each distance, but not the own token's."""
 
-    def forward(self, x: Tensor, token_ids: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        token_ids: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """The streams `[tokens, streams * hidden_size]` → the same; updates the inputs in `state`."""
         spec, (ids, inputs) = self._spec, state.others
         rows = self.embedding(self._rows_of(token_ids, ids, segments, x.dtype)).flatten(1)
         keys, queries = (
             torch.unflatten(each, -1, (spec.num_streams, -1))
-            for each in (self.key_norm(self.key(rows)), self.query_norm(x))
+            for each in (self.key_norm(self.key(rows, adapters)), self.query_norm(x))
         )
         gate = (keys * queries).sum(dim=-1, keepdim=True) * self._hidden_size**-0.5
         gate = gate.abs().clamp(min=_LEAST).sqrt() * gate.sign()
-        values: Tensor = (gate.sigmoid() * self.value(rows)[:, None]).flatten(1)
+        values: Tensor = (gate.sigmoid() * self.value(rows, adapters)[:, None]).flatten(1)
         taps = self.conv.new_zeros(len(self.conv), spec.conv_span)
         taps[:, :: spec.tokens] = self.conv[:, 0]
         return values + kernels.causal_conv(self.conv_norm(values), taps, None, inputs, segments)

@@ -22,6 +22,10 @@ class RoundsInputs(Protocol):
     @property
     def row_rounding(self) -> kernels.RowRounding | None: ...
 
+    @property
+    def reads_plain_rows(self) -> bool:
+        """Whether it also reads them as they were."""
+
 
 class RMSNorm(nn.Module):
     """`x / rms(x) * (weight + offset)` over the last dimension; without a weight, `x / rms(x)`."""
@@ -31,17 +35,19 @@ class RMSNorm(nn.Module):
         self._norm = norm
         self.weight = Weight((size,), whole(size)) if norm.has_weight else None
         self._next: list[RoundsInputs] = []  # it is a child of the model elsewhere
-        self._keeps = False
 
-    def feed(self, layer: RoundsInputs, *, keeps: bool = False) -> None:
-        """Round results as `layer` rounds its inputs; `keeps`: also keep the unrounded results, for other layers that
-        read them."""
+    def feed(self, layer: RoundsInputs) -> None:
+        """Round results as `layer`, the only one that reads them, rounds its inputs."""
         if self.weight is not None:
-            self._next, self._keeps = [layer], keeps
+            self._next = [layer]
 
     @property
     def _rounding(self) -> kernels.RowRounding | None:
         return self._next[0].row_rounding if self._next else None
+
+    def _plain(self, x: Tensor) -> Tensor | None:
+        """Memory for the unrounded results, if they are read, too."""
+        return torch.empty_like(x) if self._next[0].reads_plain_rows else None
 
     def forward(self, x: Tensor) -> Tensor | kernels.RoundedRows:
         if self.weight is None:
@@ -49,7 +55,7 @@ class RMSNorm(nn.Module):
         parameters = self.weight, self._norm.eps, self._norm.offset
         if (rounding := self._rounding) is None:
             return kernels.rms_norm(x, *parameters)
-        plain = torch.empty_like(x) if self._keeps else None
+        plain = self._plain(x)
         rows = kernels.rms_norm_rounded(x, *parameters, *rounding, plain)
         return kernels.RoundedRows(*rows, x.dtype, rounding, plain)
 
@@ -61,7 +67,7 @@ class RMSNorm(nn.Module):
         parameters = self.weight, self._norm.eps, self._norm.offset
         if (rounding := self._rounding) is None:
             return kernels.add_rms_norm(x, residual, *parameters)
-        plain = torch.empty_like(x) if self._keeps else None
+        plain = self._plain(x)
         codes, scales, total = kernels.add_rms_norm_rounded(x, residual, *parameters, *rounding, plain)
         return kernels.RoundedRows(codes, scales, x.dtype, rounding, plain), total
 
@@ -92,6 +98,7 @@ class GatedNorm(nn.Module):
         self.norm = make_norm(replace(norm, gate_rank=0), size)
         self.gate_down = ReplicatedLinear(size, norm.gate_rank, bias=False)
         self.gate_up = ReplicatedLinear(norm.gate_rank, size, bias=False)
+        self.gate_down.may_have_pool = self.gate_up.may_have_pool = False
 
     def forward(self, x: Tensor) -> Tensor:
         normed: Tensor = self.norm(x)

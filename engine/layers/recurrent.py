@@ -27,8 +27,8 @@ _SMALLEST_STEP = 1e-30
 
 def make_mixer(spec: recurrent_spec.RecurrentSpec, hidden_size: int, parallel: Parallel) -> nn.Module:
     """The layer with such a state. Its `forward` takes the hidden states `[tokens, hidden_size]`, the tokens'
-    positions, the segments of its KV cache group and the pages of states, and returns the same shape; it updates the
-    requests' states."""
+    positions, the segments of its KV cache group, the pages of states and the tokens' adapters, and returns the same
+    shape; it updates the requests' states."""
     match spec:
         case recurrent_spec.GatedDeltaNetSpec():
             return GatedDeltaNet(spec, hidden_size, parallel)
@@ -82,11 +82,18 @@ class GatedDeltaNet(nn.Module):
         self.norm = make_norm(spec.norm, spec.value_head_dim)
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
-        mixed, gate, *rest = self.input(x).tensor_split((sum(self._sizes[:3]), sum(self._sizes)), dim=-1)
-        beta, step = (rest[0] if self.gates is None else self.gates(x)).float().chunk(2, dim=-1)
+        mixed, gate, *rest = self.input(x, adapters).tensor_split((sum(self._sizes[:3]), sum(self._sizes)), dim=-1)
+        beta, step = (rest[0] if self.gates is None else self.gates(x, adapters)).float().chunk(2, dim=-1)
         query, key, value = self.conv(mixed, segments, state).split(self._sizes[:3], dim=-1)
         out = kernels.linear_attention(
             query.unflatten(-1, (-1, spec.key_head_dim)),
@@ -101,7 +108,7 @@ class GatedDeltaNet(nn.Module):
         )
         gate = gate.float().sigmoid() if spec.gate == "sigmoid" else F.silu(gate.float())
         normed = self.norm(out).flatten(1) * gate
-        return self.output(normed.to(x.dtype))  # type: ignore[no-any-return]
+        return self.output(normed.to(x.dtype), adapters)  # type: ignore[no-any-return]
 
 
 class ShortConv(nn.Module):
@@ -115,10 +122,17 @@ class ShortConv(nn.Module):
         self.conv = CausalConv(own.weight("state.conv"), bias, silu=False)
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """See `make_mixer`."""
-        before, after, mixed = self.input(x).chunk(3, dim=-1)
-        return self.output(after * self.conv(before * mixed, segments, state))  # type: ignore[no-any-return]
+        before, after, mixed = self.input(x, adapters).chunk(3, dim=-1)
+        return self.output(after * self.conv(before * mixed, segments, state), adapters)  # type: ignore[no-any-return]
 
 
 class Mamba2(nn.Module):
@@ -139,10 +153,17 @@ class Mamba2(nn.Module):
             self.norm = GroupedNorm(spec.norm, spec.width, spec.groups, parallel)
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
-        parts = self.input(x)
+        parts = self.input(x, adapters)
         if any(multiplier != 1.0 for multiplier in spec.multipliers):
             pieces = zip(parts.split_with_sizes(self._sizes, dim=-1), spec.multipliers, strict=True)
             parts = torch.cat([part * multiplier for part, multiplier in pieces], dim=-1)
@@ -170,7 +191,7 @@ class Mamba2(nn.Module):
             inner = self.norm(inner) * gate
         else:
             inner = self.norm(inner * gate)
-        out: Tensor = self.output(inner.to(x.dtype))
+        out: Tensor = self.output(inner.to(x.dtype), adapters)
         return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
 
 
@@ -193,12 +214,19 @@ class KimiDeltaAttention(nn.Module):
         self.norm = make_norm(spec.norm, spec.value_head_dim)
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
-        mixed, beta, step, gate = self.input(x).split_with_sizes(self._sizes, dim=-1)
+        mixed, beta, step, gate = self.input(x, adapters).split_with_sizes(self._sizes, dim=-1)
         if self.decay_up is not None and self.gate_up is not None:
-            step, gate = self.decay_up(step), self.gate_up(gate)
+            step, gate = self.decay_up(step, adapters), self.gate_up(gate, adapters)
         step = (step.float() + self.step_bias.float()).unflatten(-1, (-1, spec.value_head_dim))
         rate = self.decay.float().exp().view(-1, 1)
         bound = spec.lower_bound
@@ -216,7 +244,7 @@ class KimiDeltaAttention(nn.Module):
             _LENGTH_EPS,
         )
         normed = self.norm(out).flatten(1) * gate.float().sigmoid()
-        return self.output(normed.to(x.dtype))  # type: ignore[no-any-return]
+        return self.output(normed.to(x.dtype), adapters)  # type: ignore[no-any-return]
 
 
 class LightningAttention(nn.Module):
@@ -235,15 +263,22 @@ class LightningAttention(nn.Module):
         heads = divided("", spec.num_heads, parallel)
         self._decay = -rates[heads.start : heads.start + heads.length].to(torch.get_default_device())
 
-    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
-        *parts, gate = self.input(x).chunk(4, dim=-1)
+        *parts, gate = self.input(x, adapters).chunk(4, dim=-1)
         query, key, value = (torch.unflatten(F.silu(part), -1, (-1, spec.value_head_dim)) for part in parts)
         decay = self._decay.expand(len(x), -1)
         mixed = kernels.linear_attention(query, key, value, decay, None, state.matrices, segments, 1.0, is_delta=False)
         normed = self.norm(mixed.flatten(1)) * gate.float().sigmoid()
-        out: Tensor = self.output(normed.to(x.dtype))
+        out: Tensor = self.output(normed.to(x.dtype), adapters)
         return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
 
 
@@ -264,13 +299,20 @@ class MLSTM(nn.Module):
         self.norm = PerHeadNorm(spec.norm, own.shards("state.norm")[0], spec.value_head_dim)
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
-        *inputs, gate = self.input(x).split_with_sizes(self._sizes, dim=-1)
+        *inputs, gate = self.input(x, adapters).split_with_sizes(self._sizes, dim=-1)
         dims = spec.key_head_dim, spec.key_head_dim, spec.value_head_dim
         query, key, value = (each.float().unflatten(-1, (-1, dim)) for each, dim in zip(inputs, dims, strict=True))
-        beta, step = ((self.gates(x).float() / spec.gate_cap).tanh() * spec.gate_cap).chunk(2, dim=-1)
+        beta, step = ((self.gates(x, adapters).float() / spec.gate_cap).tanh() * spec.gate_cap).chunk(2, dim=-1)
         mixed = kernels.linear_attention(
             query,
             key,
@@ -284,7 +326,7 @@ class MLSTM(nn.Module):
         )
         heads = mixed[..., :-1] / mixed[..., -1:].abs().clamp(min=1.0)
         normed = self.norm(heads).flatten(1) * gate.float().sigmoid()
-        return self.output(normed.to(x.dtype))  # type: ignore[no-any-return]
+        return self.output(normed.to(x.dtype), adapters)  # type: ignore[no-any-return]
 
 
 class Mamba(nn.Module):
@@ -304,17 +346,24 @@ class Mamba(nn.Module):
         self.decay, self.skip = own.weight("state", "decay"), own.weight("state", "skip")
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """See `make_mixer`."""
-        value, gate = self.input(x).chunk(2, dim=-1)
+        value, gate = self.input(x, adapters).chunk(2, dim=-1)
         value = self.conv(value, segments, state)
-        step, key, query = self.select(value).split_with_sizes(self._sizes, dim=-1)
+        step, key, query = self.select(value, adapters).split_with_sizes(self._sizes, dim=-1)
         if self.step_norm is not None and self.key_norm is not None and self.query_norm is not None:
             step, key, query = self.step_norm(step), self.key_norm(key), self.query_norm(query)
-        step = F.softplus(self.step(step).float())
+        step = F.softplus(self.step(step, adapters).float())
         rates = -self.decay.float().exp().T
         out = kernels.selective_scan(value, step, rates, key, query, state.matrices, segments)
-        return self.output((out + value * self.skip) * F.silu(gate))  # type: ignore[no-any-return]
+        return self.output((out + value * self.skip) * F.silu(gate), adapters)  # type: ignore[no-any-return]
 
 
 class GroupedMamba(nn.Module):
@@ -332,9 +381,16 @@ class GroupedMamba(nn.Module):
         self.decay, self.skip = own.weight("state", "decay"), own.weight("state", "skip")
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """See `make_mixer`."""
-        value, gate = self.input(x).chunk(2, dim=-1)
+        value, gate = self.input(x, adapters).chunk(2, dim=-1)
         value = self.conv(value, segments, state)
         selected = self.select(value).unflatten(-1, (len(self.skip), -1))  # [tokens, groups, numbers]
         step, keys, queries = selected.split_with_sizes(self._sizes, dim=-1)
@@ -346,7 +402,7 @@ class GroupedMamba(nn.Module):
             own = step[:, group], rates[group].contiguous(), keys[:, group], queries[:, group]
             matrices = state.matrices[:, group : group + 1]
             out[:, group] = kernels.selective_scan(value[:, group], *own, matrices, segments)
-        return self.output((out + value * self.skip).flatten(1) * F.silu(gate))  # type: ignore[no-any-return]
+        return self.output((out + value * self.skip).flatten(1) * F.silu(gate), adapters)  # type: ignore[no-any-return]
 
 
 class RGLRU(nn.Module):
@@ -368,9 +424,16 @@ class RGLRU(nn.Module):
         self.decay = own.weight("state", "decay")
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """See `make_mixer`."""
-        value, gate = self.input(x).chunk(2, dim=-1)
+        value, gate = self.input(x, adapters).chunk(2, dim=-1)
         value = self.conv(value, segments, state)
         gated = value * (self.input_gate(value) + self.input_bias.flatten()).float().sigmoid()
         step = (self.decay_gate(value) + self.decay_bias.flatten()).float().sigmoid().clamp(min=_SMALLEST_STEP)
@@ -380,7 +443,7 @@ class RGLRU(nn.Module):
         one = gated.new_ones(len(x), 1)
         out = kernels.selective_scan(gated / step, step, rates[None], one, one, state.matrices, segments)
         gated = kernels.act_mul(torch.cat((gate, out.to(x.dtype)), dim=-1), self._activation)
-        return self.output(gated)  # type: ignore[no-any-return]
+        return self.output(gated, adapters)  # type: ignore[no-any-return]
 
 
 class RWKV(nn.Module):
@@ -407,12 +470,19 @@ class RWKV(nn.Module):
         self.inner_value = own.row_parallel("state.inner_value")
         self._shift = torch.tensor([1.0, 0.0]).repeat(hidden_size, 1)  # a convolution that gives the token before
 
-    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: StateSegments,
+        state: RecurrentState,
+        adapters: kernels.AdapterRows | None = None,
+    ) -> Tensor:
         """See `make_mixer`; `x` is the residual stream."""
         normed: Tensor = self.norm(x)
         before = self._before(normed, segments, state.inputs[:, :1])
         key, value, receptance = (
-            linear(torch.lerp(before, normed, mix[0]))
+            linear(torch.lerp(before, normed, mix[0]), adapters)
             for linear, mix in (
                 (self.key, self.mix_key),
                 (self.value, self.mix_value),
@@ -421,12 +491,13 @@ class RWKV(nn.Module):
         )
         decay, bonus = -self.decay.float().exp(), self.bonus.float()
         mean = kernels.wkv(key, value, decay, bonus, state.matrices, segments)
-        mixed: Tensor = self.output(receptance.sigmoid() * mean)
+        mixed: Tensor = self.output(receptance.sigmoid() * mean, adapters)
         normed = self.inner_norm(x + mixed)
         before = self._before(normed, segments, state.inputs[:, 1:])
-        inner = kernels.activate(self.inner_key(torch.lerp(before, normed, self.inner_mix_key[0])), "relu2")
-        receptance = self.inner_receptance(torch.lerp(before, normed, self.inner_mix_receptance[0]))
-        return mixed + receptance.sigmoid() * self.inner_value(inner)  # type: ignore[no-any-return]
+        inner = self.inner_key(torch.lerp(before, normed, self.inner_mix_key[0]), adapters)
+        inner = kernels.activate(inner, "relu2")
+        receptance = self.inner_receptance(torch.lerp(before, normed, self.inner_mix_receptance[0]), adapters)
+        return mixed + receptance.sigmoid() * self.inner_value(inner, adapters)  # type: ignore[no-any-return]
 
     def _before(self, x: Tensor, segments: StateSegments, inputs: Tensor) -> Tensor:
         """The token before each of `x` `[tokens, hidden_size]`; updates `inputs`."""

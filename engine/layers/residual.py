@@ -39,25 +39,26 @@ class AltUp(nn.Module):
         )
         self.scale = own.weight("alt_up", "scale") if spec.scales_output else None
 
-    def predict(self, x: Tensor) -> Tensor:
+    def predict(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """`[tokens, streams * hidden_size]` → `[tokens, streams, hidden_size]`"""
         streams = torch.unflatten(x, -1, (-1, self._hidden_size))
         count = streams.shape[1]
-        weights: Tensor = self.prediction(self._modalities(streams[:, self.active])).unflatten(-1, (count, count))
+        modalities = self._modalities(streams[:, self.active], adapters)
+        weights: Tensor = self.prediction(modalities, adapters).unflatten(-1, (count, count))
         # In a batched product, a token's sum would depend on how many tokens there are.
         return sum((weights[:, :, number, None] * streams[:, number, None] for number in range(count)), start=streams)
 
-    def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
+    def correct(self, predicted: Tensor, computed: Tensor, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """`predicted`, corrected by the result for the active stream, `computed` `[tokens, hidden_size]`."""
-        weights: Tensor = self.correction(self._modalities(computed)) + 1
+        weights: Tensor = self.correction(self._modalities(computed, adapters), adapters) + 1
         return predicted + weights[..., None] * (computed - predicted[:, self.active])[:, None]
 
     def scaled(self, x: Tensor) -> Tensor:
         return x if self.scale is None else x * self.scale
 
-    def _modalities(self, x: Tensor) -> Tensor:
+    def _modalities(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """`[tokens, hidden_size]` → `[tokens, streams]`"""
-        routed: Tensor = self.router(self.norm(x) / self._hidden_size)
+        routed: Tensor = self.router(self.norm(x) / self._hidden_size, adapters)
         return routed.float().tanh().to(x.dtype)
 
 
@@ -101,9 +102,9 @@ class Laurel(nn.Module):
         self.down, self.up = own.column_parallel("laurel.down"), own.column_parallel("laurel.up")
         self.norm = make_norm(spec.norm, hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
-        return x + self.norm(self.up(self.down(x)))  # type: ignore[no-any-return]
+        return x + self.norm(self.up(self.down(x, adapters), adapters))  # type: ignore[no-any-return]
 
 
 class Mixing(NamedTuple):
@@ -127,7 +128,7 @@ class HyperConnection(nn.Module):
         self._spec, own = spec, FromSpec(spec.connection("", spec.num_weights, spec.num_scales, hidden_size))
         self.function, self.base, self.scale = (own.weight("", kind) for kind in ("function", "base", "scale"))
 
-    def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
+    def before(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> tuple[Tensor, Mixing]:
         """The streams `[tokens, streams * hidden_size]` → the layer's input `[tokens, hidden_size]`."""
         spec, weights = self._spec, (self.function, self.base, self.scale)
         constants = spec.num_streams, spec.norm.eps, spec.eps, spec.iterations, spec.magnitude, spec.output_eps
@@ -165,11 +166,11 @@ class GatedConnection(nn.Module):
         self.down, self.up = own.column_parallel(".down"), own.column_parallel(".up")
         self.outputs = own.replicated(".outputs")
 
-    def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
+    def before(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> tuple[Tensor, Mixing]:
         """The streams `[tokens, streams * hidden_size]` → the layer's input `[tokens, hidden_size]`."""
         normed = self.norm(x)
-        gates = self.up(F.silu(self.down(normed) / self._streams))
-        outputs = 2 * (self.outputs.logits(normed) / self._streams).sigmoid()
+        gates = self.up(F.silu(self.down(normed, adapters) / self._streams), adapters)
+        outputs = 2 * (self.outputs.logits(normed, adapters) / self._streams).sigmoid()
         return _mean_of_gated(normed, gates, self._streams), Mixing(x, outputs, outputs.new_empty(len(x), 0, 0))
 
     def after(self, x: Tensor, mixing: Mixing) -> Tensor:

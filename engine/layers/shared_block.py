@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from quire import kernels
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.feed_forward_spec import MLPSpec
 from quire.engine.architecture.residual_spec import SharedBlockSpec
@@ -48,11 +49,12 @@ class SharedBlock(nn.Module):
     ) -> Tensor:
         """`[tokens, input_size]`, with the layer's own cache and adapters, → `[tokens, hidden_size]`."""
         normed = self.attention_norm(x)
-        qkv = self.attention.qkv(normed)
-        qkv = qkv if attention_adapter is None else qkv + attention_adapter(normed)
+        adapters = batch.adapters_of()
+        qkv = self.attention.qkv(normed, adapters)
+        qkv = qkv if attention_adapter is None else qkv + attention_adapter(normed, adapters)
         normed = self.feed_forward_norm(self.attention.from_qkv(qkv, batch, cos_sin, cache))
-        added = () if feed_forward_adapter is None else (feed_forward_adapter(normed),)
-        return self.feed_forward(normed, *added)  # type: ignore[no-any-return]
+        added = None if feed_forward_adapter is None else feed_forward_adapter(normed, adapters)
+        return self.feed_forward(normed, adapters, added)  # type: ignore[no-any-return]
 
 
 class Adapter(nn.Module):
@@ -63,10 +65,10 @@ class Adapter(nn.Module):
         self.down = own.column_parallel(f"{module}.down")
         self.up = nn.ModuleDict({name: own.column_parallel(f"{module}.up.{name}") for name in names})
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> Tensor:
         """`[tokens, in_features]` → `[tokens, rows of this rank]`"""
-        inner = self.down(x).chunk(len(self.up), dim=-1)
-        return torch.cat([up(each) for up, each in zip(self.up.values(), inner, strict=True)], dim=-1)
+        inner = self.down(x, adapters).chunk(len(self.up), dim=-1)
+        return torch.cat([up(each, adapters) for up, each in zip(self.up.values(), inner, strict=True)], dim=-1)
 
 
 def attention_adapter(spec: SharedBlockSpec, own: FromSpec) -> Adapter | None:

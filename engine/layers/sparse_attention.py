@@ -44,12 +44,13 @@ class SparseAttention(Attention):
         """See `Attention`; also writes the tokens' keys of the indexer."""
         assert isinstance(x, Tensor)
         index_query = self.indexer(x, batch, cos_sin, cache)
-        query, gate = self._write(self.qkv(x), batch, cos_sin, cache)
+        query, gate = self._write(self.qkv(x, batch.adapters_of()), batch, cos_sin, cache)
         if last_tokens is not None:
             query, index_query = query[last_tokens], index_query[last_tokens]
             gate = None if gate is None else gate[last_tokens]
         metadata = self._metadata(batch, cache, last_tokens)
-        return self._result(self._attend_sparsely(query, index_query, metadata, cache), gate)
+        mixed = self._attend_sparsely(query, index_query, metadata, cache)
+        return self._result(mixed, gate, batch.adapters_of(last_tokens))
 
     def _attend_sparsely(
         self, query: Tensor, index_query: Tensor, metadata: AttentionMetadata, cache: LayerCache

@@ -25,6 +25,7 @@ from quire.engine.layers.weight import Weight, whole
 from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, apply, norm_of
 from quire.engine.models.make_layers import make_layers
 from quire.engine.models.make_tower import make_tower
+from quire.kernels import AdapterRows
 
 
 class PositionEmbedding(nn.Module):
@@ -190,7 +191,7 @@ class Decoder(nn.Module):
         token_ids, media = batch.token_ids, self._arch.media
         if batch.media_tokens is not None:  # their own embeddings are not used, and there may be none
             token_ids = token_ids.index_fill(0, batch.media_tokens, 0)
-        x: Tensor = self.embedding(token_ids)
+        x: Tensor = self.embedding(token_ids, batch.adapters_of())
         if self._arch.embedding_multiplier != 1.0:
             x = x * x.new_full((), self._arch.embedding_multiplier)  # rounded to the type of `x`
         if media is not None and (own := media.own_tokens) is not None:
@@ -220,14 +221,14 @@ class Decoder(nn.Module):
         be behind them in its output: the input of the head and of pooling."""
         return apply(self.norm, x[:, : self._arch.hidden_size].contiguous() if self._arch.aux_layers else x)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """The last stage's `[rows, hidden_size]` → float32 `[rows, vocab_size]`, the same on every rank."""
-        return self.logits_of(self.features(x))
+        return self.logits_of(self.features(x), adapters)
 
-    def logits_of(self, features: Tensor) -> Tensor:
+    def logits_of(self, features: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Like `logits`, for normalized `features`."""
         arch = self._arch
-        out: Tensor = self.head(features)
+        out: Tensor = self.head(features, adapters)
         if arch.logit_multiplier != 1.0:
             out = out * arch.logit_multiplier
         return out if not arch.logit_softcap else (out / arch.logit_softcap).tanh() * arch.logit_softcap

@@ -18,6 +18,7 @@ from quire.engine.layers.batch import Batch
 from quire.engine.layers.chunked_attention import ChunkedAttention
 from quire.engine.layers.compressed import CompressedAttention
 from quire.engine.layers.kv_cache import LayerCache
+from quire.engine.layers.linear import Linear
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
@@ -92,16 +93,17 @@ class DecoderLayer(nn.Module):
             outputs.append(self.attention(normed, batch, step.cos_sin, cache, *last))
         if self.state is not None:
             segments = batch.segments(cache.state_group)
-            outputs.append(self.state(normed, batch.positions, segments, cache.state))
+            outputs.append(self.state(normed, batch.positions, segments, cache.state, batch.adapters_of()))
         return self._scaled(apply(self.attention_post_norm, sum(outputs[1:], start=outputs[0])))
 
     def _fed(self, normed: Tensor | kernels.RoundedRows, step: LayerStep) -> Tensor:
         """The contribution of the feed-forward layer to the residual stream."""
-        layer, batch = self.feed_forward, step.batch
+        layer, batch, adapters = self.feed_forward, step.batch, step.batch.adapters_of(step.last_tokens)
         assert layer is not None
         if isinstance(layer, MixtureOfExperts) and step.last_tokens is not None:
             batch = replace(batch, token_ids=batch.token_ids[step.last_tokens])
-        out = layer(normed, batch) if isinstance(layer, MixtureOfExperts) else layer(normed)
+        is_mixture = isinstance(layer, MixtureOfExperts)
+        out = layer(normed, batch, adapters) if is_mixture else layer(normed, adapters)
         return self._scaled(apply(self.feed_forward_post_norm, out))
 
     def _scaled(self, x: Tensor) -> Tensor:
@@ -140,10 +142,8 @@ def apply(norm: Norm | None, x: Tensor) -> Tensor:
 
 def _feed(norm: Norm | None, layer: nn.Module | None) -> None:
     """Let a norm round for a layer that does nothing but multiply its input, or for the experts of a mixture."""
-    reader = layer.reads_input if isinstance(layer, Attention | MLA | CompressedAttention | MLP) else None
-    if isinstance(norm, RMSNorm) and isinstance(layer, MixtureOfExperts):
-        norm.feed(layer, keeps=True)
-    elif isinstance(norm, RMSNorm) and reader is not None:
+    reader = layer.reads_input if isinstance(layer, Attention | MLA | CompressedAttention | MLP) else layer
+    if isinstance(norm, RMSNorm) and isinstance(reader, Linear | MixtureOfExperts):
         norm.feed(reader)
 
 

@@ -34,7 +34,8 @@ class ScaledResidualLayer(DecoderLayer):
         if self.layer_input is not None:
             assert step.own is not None
             residual = residual + x
-            x = self.layer_input(residual, step.own if step.last_tokens is None else step.own[step.last_tokens])
+            own = step.own if step.last_tokens is None else step.own[step.last_tokens]
+            x = self.layer_input(residual, own, step.batch.adapters_of(step.last_tokens))
         return x * self.scalar, residual * self.scalar
 
 
@@ -57,14 +58,15 @@ class AltUpLayer(DecoderLayer):
         """See `DecoderLayer`."""
         own, last = step.own, step.last_tokens
         assert own is not None
-        predicted = self.alt_up.predict(x)
+        predicted = self.alt_up.predict(x, step.batch.adapters_of())
         x = predicted[:, self.alt_up.active].contiguous()
         normed = apply(self.attention_norm, x)
         mixed = self._mix(normed, step)
         if last is not None:
             normed, x, own, predicted = normed[last], x[last], own[last], predicted[last]
-        fed, x = add(self.feed_forward_norm, (mixed + self.laurel(normed)) * 0.5**0.5, x * 0.5**0.5)
-        streams = self.alt_up.correct(predicted, x + self._fed(fed, step))
-        added = self.layer_input(self.alt_up.scaled(streams[:, self.alt_up.active]), own)
+        adapters = step.batch.adapters_of(last)
+        fed, x = add(self.feed_forward_norm, (mixed + self.laurel(normed, adapters)) * 0.5**0.5, x * 0.5**0.5)
+        streams = self.alt_up.correct(predicted, x + self._fed(fed, step), adapters)
+        added = self.layer_input(self.alt_up.scaled(streams[:, self.alt_up.active]), own, adapters)
         streams[:, 1:] += added[:, None]
         return streams.flatten(1), None

@@ -35,9 +35,10 @@ class SharedBlockLayer(DecoderLayer):
         """See `DecoderLayer`. `step.own` is the embedded token."""
         assert self.state is not None
         assert step.own is not None
-        batch, cache = step.batch, step.cache
+        batch, cache, adapters = step.batch, step.cache, step.batch.adapters_of()
         x = x if residual is None else residual + x
         place = batch, step.cos_sin, cache
         block = self.block(torch.cat((x, step.own), dim=-1), *place, self.attention_adapter, self.feed_forward_adapter)
-        normed = apply(self.attention_norm, x + self.block_output(block))
-        return self.state(normed, batch.positions, batch.segments(cache.state_group), cache.state), x
+        normed = apply(self.attention_norm, x + self.block_output(block, adapters))
+        segments = batch.segments(cache.state_group)
+        return self.state(normed, batch.positions, segments, cache.state, adapters), x

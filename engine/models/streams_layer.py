@@ -29,12 +29,13 @@ class StreamsLayer(DecoderLayer):
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """See `DecoderLayer`. All tokens are returned: their streams are merged after the last layer."""
         assert step.last_tokens is None
-        batch, cache = step.batch, step.cache
+        batch, cache, adapters = step.batch, step.cache, step.batch.adapters_of()
         if self.ngrams is not None:
             assert cache.state is not None
-            x = x + self.ngrams(x, batch.token_ids, batch.segments(cache.state_group), cache.state)
-        collapsed, mixing = self.attention_connection.before(x)
+            x = x + self.ngrams(x, batch.token_ids, batch.segments(cache.state_group), cache.state, adapters)
+        collapsed, mixing = self.attention_connection.before(x, adapters)
         mixed = self._mix(apply(self.attention_norm, collapsed), step)
-        collapsed, mixing = self.feed_forward_connection.before(self.attention_connection.after(mixed, mixing))
+        x = self.attention_connection.after(mixed, mixing)
+        collapsed, mixing = self.feed_forward_connection.before(x, adapters)
         out = self._fed(apply(self.feed_forward_norm, collapsed), step)
         return self.feed_forward_connection.after(out, mixing), None

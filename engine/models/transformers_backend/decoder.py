@@ -27,6 +27,7 @@ from quire.engine.models.transformers_backend.checkpoint import CheckpointNames,
 from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
 from quire.engine.models.transformers_backend.states import RecurrentStates, StateCache, has_states
 from quire.engine.models.transformers_backend.tower import TransformersTower
+from quire.kernels import AdapterRows
 
 
 class _BaseOutput(nn.Module):
@@ -220,9 +221,10 @@ class TransformersDecoder(nn.Module):
         """As `Decoder.features`; the base model has already normalized `x`."""
         return x
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """As `Decoder.logits`: the last stage's `[rows, hidden_size]` → float32 `[rows, vocab_size]`."""
         assert self._output is not None, "logits() called before the first step"
+        assert adapters is None
         model, base = self.hf_model, self._base[0]
         name = model.base_model_prefix
         self._base_output.output = self._output(last_hidden_state=x[None])

@@ -68,6 +68,8 @@ class PlannedExperts(ExpertStack):
             style, is_joint = plan[f"{path}.{name}"], layer == "gate_up" and like.has_gate and like.is_concatenated
             return "packed_colwise" if is_joint and style == "colwise" else style
 
+        fixed_by = "--model-impl transformers"
+
         def matrices(layer: str) -> ExpertMatrices:
             name, bias = self.names[f"{layer}.weight"], self.names.get(f"{layer}.bias")
             weight = planned_stack(
@@ -78,9 +80,10 @@ class PlannedExperts(ExpertStack):
                 is_transposed=self.is_transposed,
             )
             if bias is None:
-                return ExpertMatrices(weight, None)
+                return ExpertMatrices(weight, None, fixed_by=fixed_by)
             style = style_of(layer, bias)
-            return ExpertMatrices(weight, planned_stack(f"{path}.{bias}", getattr(like, bias), style, parallel))
+            biases = planned_stack(f"{path}.{bias}", getattr(like, bias), style, parallel)
+            return ExpertMatrices(weight, biases, fixed_by=fixed_by)
 
         self.gate_up, self.down = matrices("gate_up"), matrices("down")
         self._num_experts = len(self.down.weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,36 @@ def test_absorbed_and_plain_attention_are_equal(dtype: torch.dtype, tolerance: f
     torch.testing.assert_close(absorbed, layer.plain(query, batch.attention(0), cache), rtol=tolerance, atol=tolerance)
 
 
+def test_both_forms_are_changed_by_adapters_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the adapter of each request, if it has one; also if they compute some heads or some tokens at a time."""
+    layer = fill(MLA(SPEC, HIDDEN, Parallel()))
+    assert isinstance(layer, MLA)
+    width = layer.up.weight.shape[0]
+    pool = kernels.LowRankPool.allocate(
+        2, 6, 16, [width], torch.float32, torch.device("cpu"), 4, has_scale=True, has_bias=True
+    )
+    assert pool.scale is not None
+    assert pool.bias is not None
+    for slot, first in enumerate((4, 0)):
+        rank = 2 + 2 * slot
+        pool.assign(slot, first, [(torch.randn(rank, 16) * 0.3, torch.randn(width, rank) * 0.3)])
+        pool.scale[slot], pool.bias[slot] = 1 + 0.3 * torch.rand(width), torch.randn(width)
+    layer.up.pool = pool
+    batch, _ = batch_of([0, 9, 30, 4], [7, 1, 40, 3])
+    metadata, cache = batch.attention(0), cache_of(int(batch.attention(0).block_tables.max()) + 1)
+    cache.normal_()
+    query = torch.randn(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim)
+    slots = layer.up.slots(kernels.AdapterRows.of(torch.tensor([0] * 7 + [-1] + [1] * 43), 2))
+    plain = layer.plain(query, metadata, cache, slots)
+    torch.testing.assert_close(layer.absorbed(query, metadata, cache, slots), plain, rtol=1e-4, atol=1e-4)
+    unchanged = layer.absorbed(query, metadata, cache)
+    assert plain[7].allclose(unchanged[7], rtol=1e-4, atol=1e-4)
+    assert (plain - unchanged).abs().amax((1, 2)).argmin() == 7
+    monkeypatch.setattr(attention_spec, "KEYS_AND_VALUES_AT_ONCE", 2000)
+    torch.testing.assert_close(layer.plain(query, metadata, cache, slots), plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.absorbed(query, metadata, cache, slots), plain, rtol=1e-4, atol=1e-4)
+
+
 def test_each_request_uses_the_cheaper_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = fill(MLA(SPEC, HIDDEN, Parallel()))
     assert isinstance(layer, MLA)
@@ -85,9 +116,9 @@ def test_each_request_uses_the_cheaper_attention(monkeypatch: pytest.MonkeyPatch
     asked: list[list[int]] = []
     plain = MLA.plain
 
-    def counted(layer: MLA, query: Tensor, metadata: AttentionMetadata, memory: Tensor) -> Tensor:
+    def counted(layer: MLA, query: Tensor, metadata: AttentionMetadata, *rest: Any) -> Tensor:
         asked.append(metadata.host_metadata().counts.tolist())
-        return plain(layer, query, metadata, memory)
+        return plain(layer, query, metadata, *rest)
 
     monkeypatch.setattr(MLA, "plain", counted)
     mixed = layer(x, batch, turns, LayerCache(cache))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,12 +22,15 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from quire import kernels
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.linear import ReplicatedLinear
+from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.layers.batch import Batch
+from quire.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.weight import Shard, Weight
-from tests.fakes.experts import EVERYTHING, HIDDEN, PLAIN, SHARED, packed
-from tests.fakes.ranks import on_ranks
+from tests.fakes.experts import EVERYTHING, HIDDEN, PLAIN, SHARED, batch, build, packed
+from tests.fakes.ranks import on_ranks, on_replicas
 from tests.integration.engine.layers.test_sharding import check, fill
 
 
@@ -110,6 +113,136 @@ def test_shards_cut_every_expert_alike(size: int) -> None:
     assert down.shards[2].source == (slice(None), slice(24 - columns, 24))
     assert down.shards[2].target == (2, slice(None), slice(0, columns))
     assert sum(shard.elements for shard in gate_up.shards) == gate_up.numel()
+
+
+class Change(NamedTuple):
+    """What an adapter does to an expert."""
+
+    down: tuple[Tensor, Tensor]
+    gate: tuple[Tensor, Tensor]
+    up: tuple[Tensor, Tensor]
+
+    @classmethod
+    def random(cls, rank: int, size: int) -> Change:
+        shapes = (HIDDEN, size), (size, HIDDEN), (size, HIDDEN)
+        return cls(*((torch.randn(rank, ins), torch.randn(outs, rank) / 4) for outs, ins in shapes))
+
+
+ADAPTERS, EXPERTS = 3, 12
+TWELVE_EXPERTS: dict[str, Any] = {"num_experts": EXPERTS, "top_k": 4}
+
+
+def give_pools(module: MixtureOfExperts, adapters: Sequence[dict[int, Change]], routers: Sequence[Tensor]) -> None:
+    """Let the adapters change the experts that a rank has, by number, and its router."""
+    router = kernels.LowRankPool.allocate(ADAPTERS, ADAPTERS, HIDDEN, (EXPERTS,), torch.float32, torch.device("cpu"), 1)
+    for slot, change in enumerate(routers):
+        router.assign(slot, slot, [(change, torch.ones(EXPERTS, 1))])
+        router.b[slot, ::2] *= -1
+    module.router.pool = router
+    for matrices in (module.experts.gate_up, module.experts.down):
+        shards = matrices.weight.shards
+        widths = [each.shape[0] if each.dim else each.length for each in shards if each.local_expert == 0]
+        ranks = [len(change.gate[0]) for changes in adapters for change in changes.values()]
+        given = 2 * 2 * sum(ranks), matrices.weight.shape[2], widths, torch.float32, torch.device("cpu"), max(ranks)
+        matrices.pool, first = kernels.LowRankPool.allocate(ADAPTERS * module.experts.count, *given), 0
+        for slot, changes in enumerate(adapters):
+            for expert in range(module.experts.count):
+                parts = list[tuple[Tensor, Tensor] | None]()
+                for shard in (each for each in shards if each.local_expert == expert):
+                    if shard.expert not in changes:
+                        parts.append(None)
+                        continue
+                    a, b = getattr(changes[shard.expert], shard.part or "down")
+                    parts.append((a[:, shard.source[1]], b) if shard.dim else (a, b[shard.source[0]]))
+                matrices.pool.assign(slot * module.experts.count + expert, first, parts)
+                first += sum(len(part[0]) for part in parts if part is not None)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("spec", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("layout", ["one", "slices", "experts", "copies"])
+def test_experts_changed_by_adapters_are_merged_ones(spec: MoESpec, layout: str, is_packed: bool) -> None:
+    """Slices of each expert on two ranks, or whole experts, some of which have copies."""
+    spec, x, slots = replace(spec, **TWELVE_EXPERTS), torch.randn(24, HIDDEN), torch.arange(24) % (ADAPTERS + 1) - 1
+    changed: list[Any] = [range(EXPERTS), (0, 5, 11), (7,)]
+    adapters = [
+        {number: Change.random(1 + (number + slot) % 5, spec.intermediate_size) for number in numbers}
+        for slot, numbers in enumerate(changed)
+    ]
+    routers = [torch.randn(1, HIDDEN) / 8 for _ in adapters]
+    expected = torch.empty(0)
+    for slot in range(-1, ADAPTERS):
+        whole = fill(MixtureOfExperts(spec, HIDDEN, Parallel()))
+        assert isinstance(whole, MixtureOfExperts)
+        if slot >= 0:
+            whole.router.weight.data += routers[slot] * torch.tensor([-1.0, 1.0]).repeat(EXPERTS // 2)[:, None]
+            for number, change in adapters[slot].items():
+                gate, up, down = (each[1] @ each[0] for each in (change.gate, change.up, change.down))
+                whole.experts.gate_up.weight[number] += torch.cat((gate, up))
+                whole.experts.down.weight[number] += down
+        out = whole(x)
+        expected = out.clone() if slot < 0 else torch.where((slots == slot)[:, None], out, expected)
+
+    def run(module: nn.Module, given: Batch | None) -> Tensor:
+        assert isinstance(module, MixtureOfExperts)
+        give_pools(module, adapters, routers)
+        module = packed(module) if is_packed else module
+        plain, found = module(x, given), module(x, given, kernels.AdapterRows.of(slots, ADAPTERS))
+        tolerance = 0.0 if is_packed else 1e-5  # torch's product of a row depends on the number of rows
+        torch.testing.assert_close(found[slots < 0], plain[slots < 0], rtol=tolerance, atol=10 * tolerance)
+        return found  # type: ignore[no-any-return]
+
+    if layout in ("one", "slices"):
+        size = 1 if layout == "one" else 2
+        results = on_ranks(size, lambda parallel: run(fill(MixtureOfExperts(spec, HIDDEN, parallel)), None))
+    else:
+        config = ExpertParallelConfig(placement="round_robin", num_redundant_experts=4 * (layout == "copies"))
+        results = on_replicas(1, 2, config, lambda group: run(build(spec, group), batch(len(x), [len(x)])))
+    for result in results:
+        assert (result - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("backend", ["allgather_reducescatter", "all_to_all"])
+def test_adapters_change_routers_and_latents_of_replicas_that_share_experts(backend: Any) -> None:
+    """One of the ranks has no tokens to send."""
+    spec, counts = replace(PLAIN, **TWELVE_EXPERTS, latent_size=16), (7, 1)
+    inputs = [torch.randn(count, HIDDEN) for count in counts]
+    slots = [torch.arange(count) % 3 - 1 for count in counts]
+    changes = [[(torch.randn(1, HIDDEN), torch.randn(rows, 1) / 4) for _ in range(2)] for rows in (EXPERTS, 16)]
+
+    def layers(module: nn.Module) -> list[ReplicatedLinear | ColumnParallelLinear]:
+        assert isinstance(module, MixtureOfExperts)
+        assert module.latent_down is not None
+        assert module.router.may_have_pool
+        assert module.latent_down.may_have_pool
+        return [module.router, module.latent_down]
+
+    def run(group: ExpertGroup) -> Tensor:
+        module, x = build(spec, group), inputs[group.dp.rank]
+        for layer, own in zip(layers(module), changes, strict=True):
+            rows = len(own[0][1])
+            layer.pool = kernels.LowRankPool.allocate(2, 2, HIDDEN, (rows,), torch.float32, torch.device("cpu"), 1)
+            for slot, change in enumerate(own):
+                layer.pool.assign(slot, slot, [change])
+        return module(x, batch(len(x), counts), kernels.AdapterRows.of(slots[group.dp.rank], 2))  # type: ignore[no-any-return]
+
+    results = on_replicas(2, 2, ExpertParallelConfig(all2all_backend=backend), run)
+    for slot in range(-1, 2):
+        whole = fill(MixtureOfExperts(spec, HIDDEN, Parallel()))
+        for layer, own in zip(layers(whole), changes, strict=True):
+            layer.weight.data += own[slot][1] @ own[slot][0] if slot >= 0 else 0.0
+        for rank, result in enumerate(results):
+            expected, is_own = whole(inputs[rank // 2]), slots[rank // 2] == slot
+            assert (result - expected)[is_own].norm() <= 1e-5 * expected.norm()
+
+
+def test_experts_that_move_or_are_shared_by_replicas_are_not_changed_by_adapters() -> None:
+    def fixed_by(dp: int, config: ExpertParallelConfig) -> list[str]:
+        return on_replicas(dp, 1, config, lambda group: build(PLAIN, group).experts.down.fixed_by)
+
+    assert fixed_by(1, ExpertParallelConfig()) == [""]
+    assert "replicas" in fixed_by(2, ExpertParallelConfig())[0]
+    assert "--enable-eplb" in fixed_by(1, ExpertParallelConfig(enable_eplb=True))[0]
 
 
 # The tests below compare our layer with transformers'. Their experts are stacked, gates before ups.

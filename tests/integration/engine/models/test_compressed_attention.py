@@ -18,7 +18,10 @@ from quire.engine.architecture import attention_spec
 from quire.engine.architecture.attention_spec import CompressedAttentionSpec
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.config.memory_plan import MemoryPlan
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.compressed import CompressedAttention
 from quire.engine.layers.kv_cache import CompressedCache
+from quire.engine.layers.linear import Linear
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker.kv_caches import allocate_caches
@@ -166,6 +169,23 @@ def test_options_that_are_not_possible_are_refused(
 def test_configs_that_are_not_possible_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_hf_config(SIZES | CHANGES | {"architectures": [ARCHITECTURE]} | changes)
+
+
+def test_adapters_change_the_same_layers_whatever_the_ranks() -> None:
+    """Also if a rank has one of the groups of a projection, which could then be changed by itself."""
+
+    class Rank(Parallel):
+        def __init__(self, size: int) -> None:
+            self.rank, self.size = 0, size
+
+    spec = from_hf_config(SIZES | CHANGES | {"architectures": [ARCHITECTURE]}).layers[1].attention
+    assert isinstance(spec, CompressedAttentionSpec)
+    found = []
+    for size in (1, spec.output_groups):
+        layers = CompressedAttention(spec, SIZES["hidden_size"], Rank(size)).named_modules()
+        found.append([name for name, layer in layers if isinstance(layer, Linear) and layer.may_have_pool])
+    assert found[0] == found[1]
+    assert "group_output" not in found[0]
 
 
 def test_configs_as_published_have_ratios_and_a_number_of_layers_with_tables() -> None:

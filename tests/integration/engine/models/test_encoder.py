@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,12 +54,13 @@ from quire.engine.checkpoints.loader import needed_tensors
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.batch import Batch
+from quire.engine.layers.batch import Batch, BatchAdapters
 from quire.engine.layers.linear import Linear
 from quire.engine.models.build import build, load_model
 from quire.engine.models.encoder import Encoder
 from quire.engine.protocol.errors import ConfigError
-from quire.kernels import packed_state
+from quire.kernels import AdapterRows, packed_state
+from tests.fakes.adapter_pools import SLOTS, Pool, add_pools, merge
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.quantized_checkpoints import quantize
 from tests.fakes.ranks import on_ranks
@@ -125,9 +127,18 @@ def prompts() -> list[list[int]]:
 
 
 def states(config: EngineConfig, given: list[list[int]], parallel: Parallel) -> list[Tensor]:
-    """All prompts in one step."""
     encoder = load_model(config, parallel.rank, parallel, CPU)
     assert isinstance(encoder, Encoder)
+    return states_of(encoder, given)
+
+
+def states_of(encoder: Encoder, given: list[list[int]], slots: Sequence[int] | None = None) -> list[Tensor]:
+    """All prompts in one step, with adapters in these slots."""
+    adapters = None
+    if slots is not None:
+        of_rows = torch.tensor([slot for slot, prompt in zip(slots, given, strict=True) for _ in prompt])
+        rows = AdapterRows.of(of_rows, SLOTS)
+        adapters = BatchAdapters(rows, rows, rows)
     lengths = torch.tensor([len(prompt) for prompt in given])
     nothing = torch.empty(0, dtype=torch.int64)
     batch = Batch(
@@ -136,6 +147,7 @@ def states(config: EngineConfig, given: list[list[int]], parallel: Parallel) -> 
         sequence_lengths=lengths,
         query_starts=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
         logits_indices=nothing,
+        adapters=adapters,
     )
     return list(torch.split(encoder.features(encoder(None, batch)), lengths.tolist()))
 
@@ -152,6 +164,29 @@ def test_hidden_states_are_those_of_transformers(case: str, tmp_path: Path, capl
                     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("quire")]
     assert not ours, "heads are no surplus here"
+
+
+@pytest.mark.parametrize("case", ["bert", "modernbert", "embedding gemma"])
+def test_prompts_are_changed_by_their_adapters(case: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    slots, models = (0, -1, 2, 0), []
+    for pack in (True, False, False):
+        encoder = load_model(configure(tmp_path), 0, Parallel(), CPU, pack=pack)
+        assert isinstance(encoder, Encoder)
+        models.append(encoder)
+    base, *merged = models
+    with torch.no_grad():
+        plain = states_of(base, prompts())
+        pools = add_pools(base)
+        found = states_of(base, prompts(), slots)
+        assert Pool.used == {id(pool) for pool in pools.values()}
+        expected = {-1: plain}
+        for slot, model in zip((0, 2), merged, strict=True):
+            merge(model, slot)
+            expected[slot] = states_of(model, prompts())
+    for number, slot in enumerate(slots):
+        torch.testing.assert_close(found[number], expected[slot][number], rtol=1e-4, atol=1e-4)
+        assert found[number].equal(plain[number]) == (slot < 0)
 
 
 def test_nomic_with_the_settings_of_its_own_code(tmp_path: Path) -> None:
