@@ -6,7 +6,7 @@ import json
 import shutil
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from quire.engine.architecture.adapter_spec import LowRank, TensorChange
-from quire.engine.architecture.families import from_hf_config
-from quire.engine.checkpoints.adapter_tensors import AdapterTensors, indices, open_tensors
+from quire.engine.architecture.adapter_spec import LowRank
+from quire.engine.architecture.families import from_hf_config, of_text
+from quire.engine.checkpoints.adapter_tensors import AdapterTensors, changed, indices, open_tensors
 from quire.engine.checkpoints.checkpoint_files import CheckpointFiles, open_files
 from quire.engine.checkpoints.output_folder import output_folder
 from quire.engine.config.merge_request import MergeRequest
@@ -28,8 +28,6 @@ _VOCABULARY = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.t
 _OF_TOKENIZER = (*_VOCABULARY, "tokenizer*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 _SETTINGS = "tokenizer_config.json"
-_AT_ONCE = 1 << 24
-"""Weights that are widened to float32 at once."""
 
 
 def run(request: MergeRequest) -> None:
@@ -131,7 +129,7 @@ class _Merge:
         info = self._info(needed)
         tensor = self._files.view(info)
         if needed in self._changes:
-            tensor = self._changed(needed, tensor, self._changes[needed]).reshape(self._shape(needed, info))
+            tensor = changed(tensor, self._changes[needed], self._tensors).reshape(self._shape(needed, info))
         for each in self._biases.get(needed, ()):
             assert each.bias is not None
             tensor, own = tensor.clone(), indices(each.rows)
@@ -139,43 +137,6 @@ class _Merge:
         if (needed in self._changes or needed in self._biases) and not tensor.isfinite().all():
             raise ConfigError(f"{self._request.adapter.path}: {needed} would have values that are NaN or infinite")
         return tensor
-
-    def _changed(self, name: str, tensor: Tensor, change: TensorChange) -> Tensor:
-        if change.replacement is None:
-            result = tensor.reshape(change.shape).clone()
-        else:
-            result = self._tensors[change.replacement].reshape(change.shape).to(tensor.dtype, copy=True)
-        if change.new_rows is not None:
-            tokens, values = change.new_rows
-            result[torch.tensor(tokens)] = self._tensors[values].to(result.dtype)
-        for each in change.low_rank:
-            matrix = result if each.expert is None else result[each.expert]
-            self._add(matrix.mT if change.is_transposed else matrix.flatten(1), each)
-        return result
-
-    def _add(self, matrix: Tensor, change: LowRank) -> None:
-        """Add a low-rank change to a matrix `[out, in]`, a few rows at a time, in float32."""
-        up, down = self._tensors[change.up].float(), self._tensors[change.down].float()
-        magnitude = None if change.magnitude is None else self._tensors[change.magnitude].float()
-        own = indices(change.rows)
-        places = torch.arange(len(matrix))[own]
-        step = max(1, _AT_ONCE // matrix.shape[1])
-
-        def changed() -> Iterator[tuple[Tensor, Tensor, slice]]:
-            for start in range(0, len(places), step):
-                rows = slice(start, start + step)
-                yield places[rows], matrix[places[rows]].float() + change.scaling * (up[rows] @ down), rows
-
-        norms = torch.zeros(matrix.shape[1])
-        if change.has_column_norms:
-            for _, values, _ in changed():
-                norms += values.square().sum(0)
-        for at, values, rows in changed():
-            if magnitude is not None and change.has_column_norms:
-                values *= magnitude[:, 0] / norms.sqrt()
-            elif magnitude is not None:
-                values *= magnitude[rows] / values.norm(dim=1, keepdim=True)
-            matrix[at] = values.to(matrix.dtype)
 
 
 def write_tensors(
@@ -208,15 +169,17 @@ def _config(config: dict[str, Any], request: MergeRequest, *, is_untied: bool) -
     """config.json of the result."""
     spec, before = request.spec, request.model.architecture.vocab_size
 
-    def changed(part: dict[str, Any]) -> dict[str, Any]:
-        own = {name: changed(each) if isinstance(each, dict) else each for name, each in part.items()}
+    def updated(part: dict[str, Any]) -> dict[str, Any]:
+        own = {name: updated(each) if isinstance(each, dict) else each for name, each in part.items()}
         if spec.vocab_size is not None and own.get("vocab_size") == before:
             own["vocab_size"] = spec.vocab_size
         return own | (dict.fromkeys(own.keys() & {"tie_word_embeddings", "tie_embedding"}, False) if is_untied else {})
 
-    own = changed(config)
+    own = updated(config)
     own |= {"tie_word_embeddings": False} if is_untied else {}
-    assert not is_untied or not from_hf_config(own).tie_embeddings  # else the head that was written is not read
+    if is_untied:
+        text = of_text(own | {"architectures": [request.model.architecture.name]})
+        assert not from_hf_config(text, media=False).tie_embeddings  # else the head that was written is not read
     return own
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -38,7 +39,8 @@ def step_timeout(plan: SchedulerOutput, config: EngineConfig, predicted: float |
     hosts, as their connections are allowed to be interrupted.
     """
     parallel = config.parallel
-    if plan.has_work is None and not plan.num_rows and plan.media is None:  # a heartbeat needs almost no computation
+    changes = plan.media, plan.adapters
+    if plan.has_work is None and not plan.num_rows and changes == (None, None):  # a heartbeat computes almost nothing
         return parallel.watchdog_seconds + parallel.cluster_timeout * (parallel.nodes > 1)
     if predicted is None or parallel.nodes > 1 or parallel.is_coupled:
         # On a GPU a step takes well below a second, and nothing else limits waiting inside CUDA graphs.
@@ -66,6 +68,8 @@ class Executor(Protocol):
     """Duration of each phase of their start-up."""
     on_trace: Callable[[TracePiece], None]
     """Called, in any thread, with the ranks' traces after a `StopProfile`."""
+    on_adapter: Callable[[AdapterPrepared], None]
+    """Called, in any thread, whether or not steps run, with what each rank answers to `AdapterPlan.prepared`."""
 
     def submit(self, plan: SchedulerOutput, limit: float) -> StepFuture:
         """Send a plan to every rank. Results must be taken in the same order.

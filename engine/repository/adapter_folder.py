@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
@@ -97,11 +98,18 @@ class AdapterFolder:
             yield read
 
 
-def locate(adapter: str, revision: str | None, download_dir: str | None) -> Path:
+def size_of(repository: str, revision: str | None) -> int:
+    """Bytes of the files of a Hugging Face repository that `locate` may download; 0 if it cannot be asked."""
+    return model_files.size_of(repository, revision, (*_PATTERNS, "*.gguf"))
+
+
+def locate(adapter: str, revision: str | None, download_dir: str | None, *, is_repository: bool = False) -> Path:
     """The folder of an adapter, or the snapshot of a Hugging Face repository, whose files are downloaded to
-    `download_dir`, by default to Hugging Face's cache. Raises `ConfigError`."""
-    path = model_files.locate(adapter, revision, download_dir, _PATTERNS)
-    if not (path / WEIGHTS).exists() and not Path(adapter).expanduser().is_dir():
+    `download_dir`, by default to Hugging Face's cache. With `is_repository`, no folder is meant, whatever exists.
+    Raises `ConfigError`."""
+    find = model_files.download if is_repository else model_files.locate
+    path = find(adapter, revision, download_dir, _PATTERNS)
+    if not (path / WEIGHTS).exists() and (is_repository or not Path(adapter).expanduser().is_dir()):
         names = model_files.list_repository(adapter, revision)
         _refuse_pickles(adapter, names)
         if len(found := [name for name in names if name.endswith(".gguf")]) == 1 and not (path / CONFIG).exists():
@@ -114,19 +122,20 @@ def _refuse_pickles(adapter: str, names: Sequence[str]) -> None:
         raise ConfigError(f"{adapter}: {pickled} is a pickle, which may run code; save the adapter as {WEIGHTS}")
 
 
-def open_adapter(path: Path) -> AdapterFolder:
+def open_adapter(path: Path, *, reads_weights: bool = True) -> AdapterFolder:
     """Read an adapter's headers and settings, and all of its bytes once for the digest.
 
     `path` is a folder, or a GGUF file. Raises `ConfigError` for files that are missing, damaged, or not supported.
+    Without `reads_weights` the digests are empty, so that only the settings can be used.
     """
     if path.suffix == ".gguf":
-        return _open_gguf(path)
+        return _open_gguf(path, reads_weights=reads_weights)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder of an adapter")
     if not (path / WEIGHTS).exists():
         _refuse_pickles(str(path), [name for name in _PICKLES if (path / name).exists()])
         if len(found := sorted(path.glob("*.gguf"))) == 1 and not (path / CONFIG).exists():
-            return _open_gguf(found[0])
+            return _open_gguf(found[0], reads_weights=reads_weights)
         raise ConfigError(f"{path}: no {WEIGHTS} found; is it the folder of a PEFT adapter?")
     config = _read_config(path / CONFIG)
     with _opened(path / WEIGHTS) as stream:
@@ -144,8 +153,9 @@ def open_adapter(path: Path) -> AdapterFolder:
                 raise ConfigError(f"{path / WEIGHTS}: {name} does not begin where the tensor before it ends")
             end = stop
             places[name] = entry["dtype"], tuple(entry["shape"]), first + start, stop - start
+        digest_of = partial(_digest_at, path / WEIGHTS, stream) if reads_weights else _no_digest
         tensors = {
-            name: AdapterTensor(dtype, shape, start, size, _digest_at(path / WEIGHTS, stream, start, size))
+            name: AdapterTensor(dtype, shape, start, size, digest_of(start, size))
             for name, (dtype, shape, start, size) in places.items()
         }
     if not tensors:
@@ -154,25 +164,24 @@ def open_adapter(path: Path) -> AdapterFolder:
         digest = _digest_of("peft", settings.digested(config), tensors)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return AdapterFolder(path, path / WEIGHTS, "peft", config, tensors, digest)
+    return AdapterFolder(path, path / WEIGHTS, "peft", config, tensors, digest if reads_weights else b"")
 
 
-def _open_gguf(path: Path) -> AdapterFolder:
+def _open_gguf(path: Path, *, reads_weights: bool) -> AdapterFolder:
     with _opened(path) as stream:
         metadata, found = _gguf_header(path, stream)
         kinds = metadata.get("general.type"), metadata.get("adapter.type")
         if kinds != ("adapter", "lora"):
             raise ConfigError(f"{path}: general.type and adapter.type are {kinds}; supported: ('adapter', 'lora')")
+        digest_of = partial(_digest_at, path, stream) if reads_weights else _no_digest
         tensors = {
-            name: AdapterTensor(
-                each.dtype, each.shape, each.start, each.bytes, _digest_at(path, stream, each.start, each.bytes)
-            )
+            name: AdapterTensor(each.dtype, each.shape, each.start, each.bytes, digest_of(each.start, each.bytes))
             for name, each in found.items()
         }
     if not tensors:
         raise ConfigError(f"{path}: there are no tensors in it")
     digest = _digest_of("gguf", gguf_adapter.digested(metadata), tensors)
-    return AdapterFolder(path, path, "gguf", metadata, tensors, digest)
+    return AdapterFolder(path, path, "gguf", metadata, tensors, digest if reads_weights else b"")
 
 
 def _gguf_header(path: Path, stream: BufferedReader) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
@@ -196,7 +205,7 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
         with path.open("rb") as stream:
             yield stream
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -231,6 +240,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _digest(content: bytes | bytearray | memoryview) -> bytes:
     return blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def _no_digest(start: int, size: int) -> bytes:
+    return b""
 
 
 def _digest_at(path: Path, stream: BufferedReader, start: int, size: int) -> bytes:

@@ -101,6 +101,20 @@ def list_repository(repository: str, revision: str | None) -> list[str]:
     return []
 
 
+def size_of(repository: str, revision: str | None, patterns: Sequence[str]) -> int:
+    """Bytes of the files of a Hugging Face repository that match, downloaded or not; 0 if it cannot be asked: then
+    nothing can be downloaded."""
+    import httpx
+    from huggingface_hub import model_info
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    with contextlib.suppress(HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, httpx.HTTPError, OSError):
+        files = model_info(repository, revision=revision, files_metadata=True).siblings or []
+        wanted = [file for file in files if any(fnmatch.fnmatch(file.rfilename, each) for each in patterns)]
+        return sum(file.size or 0 for file in wanted)
+    return 0
+
+
 def weights_among(names: Sequence[str]) -> LoadFormat | None:
     """Return the format of the weights in a folder with files of these names; None if there are none."""
     consolidated = fnmatch.filter(names, _WEIGHTS["mistral"])

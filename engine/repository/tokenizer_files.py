@@ -25,6 +25,19 @@ def content(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) and "content" in token else str(token)
 
 
+def added_tokens(folder: Path) -> dict[str, int]:
+    """Return the ids of the tokens that a tokenizer has besides its vocabulary. Errors as in `token_id`."""
+    settings, decoder = read_settings(folder), dict[str, Any]()
+    try:
+        decoder = settings.get("added_tokens_decoder") or {
+            token["id"]: token for token in _read(folder / "tokenizer.json").get("added_tokens", [])
+        }
+        of_decoder = {content(token): int(number) for number, token in decoder.items()}
+        return of_decoder | {text: int(number) for text, number in _read(folder / "added_tokens.json").items()}
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise _unknown_form(folder, error) from None
+
+
 def eos_token_id(folder: Path) -> int | None:
     """Return the id of the tokenizer's `eos_token`; None if it has none, or if only its vocabulary in a format other
     than JSON has the id. Raises `ConfigError` for files that cannot be read.
@@ -38,9 +51,13 @@ def token_id(folder: Path, text: str) -> int | None:
     try:
         return next(map(int, _ids(folder, read_settings(folder), text)), None)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{folder}: the tokenizer has a token with an entry of an unknown form: {error}") from None
+        raise _unknown_form(folder, error) from None
+
+
+def _unknown_form(folder: Path, error: Exception) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return error
+    return ConfigError(f"{folder}: the tokenizer has a token with an entry of an unknown form: {error}")
 
 
 def _ids(folder: Path, settings: dict[str, Any], text: str) -> Iterator[Any]:

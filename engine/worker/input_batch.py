@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.layers.batch import Batch, BatchAdapters, KVBlocks
+from quire.engine.protocol.adapters import NO_SLOT
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import NewRequestData, SchedulerOutput
 from quire.engine.worker.async_copies import send
 from quire.engine.worker.media_rows import FeatureRange, MediaRows
-from quire.kernels import HostMetadata, StateSegments
+from quire.kernels import AdapterRows, HostMetadata, StateSegments
 
 Ints = npt.NDArray[np.int64]
 Numbers = TypeVar("Numbers", Ints, Tensor)
@@ -89,6 +90,7 @@ class InputBatch:
         blocks_per_page: int = 1,
         is_shared: bool | None = None,
         media: MediaRows | None = None,
+        num_adapter_slots: int = 0,
     ) -> None:
         """`states` are the groups with recurrent states, in pages of `blocks_per_page` blocks. `is_shared`: whether
         device and host share their memory; None: they do on a CPU. `media`: None: the model takes text only."""
@@ -129,6 +131,11 @@ class InputBatch:
         self.controls = np.zeros(slots, [(name, dtype) for name, (dtype, _) in _CONTROLS.items()])
         """The numeric fields of `params`, as arrays."""
         self.params: list[SamplingParams | None] = [None] * slots
+        self._num_adapter_slots = num_adapter_slots
+        self.adapter_slots = np.full(slots, NO_SLOT, np.int64)
+        """The device slot of each request's adapter."""
+        self.adapter_starts = np.zeros(slots, np.int64)
+        """The first token of each request that its adapter changes."""
         self.media = media
         self.features: list[FeatureRange] = []
         """The features that the last batch's `media_tokens` take, in the same order."""
@@ -195,14 +202,14 @@ class InputBatch:
         assert params is not None, f"slot {slot} is free"
         return params.prompt_logprobs or 0
 
-    def scored_tokens(self, rows: StepRows) -> tuple[Ints, Ints, list[int]]:
-        """For the rows that score: indices of the scoring tokens in the batch, the tokens that follow them, and the
-        number of scoring tokens per row.
+    def scored_tokens(self, rows: StepRows) -> tuple[Ints, Ints, Ints, list[int]]:
+        """For the rows that score: indices of the scoring tokens in the batch, the tokens that follow them, their
+        adapters' slots, and the number of scoring tokens per row.
 
         Call this before `advance`.
         """
         starts = rows.counts.cumsum() - rows.counts
-        places, following, counts = [], [], []
+        places, following, adapters, counts = [], [], [], []
         for row in rows.scoring:
             slot, first = rows.slots[row], self.num_computed_tokens[rows.slots[row]]
             start = max(first, self.score_from[slot])
@@ -210,8 +217,10 @@ class InputBatch:
             places.append(starts[row] - first + np.arange(start, end))
             place = slot * self._max_length  # the prompt is in host memory
             following.append(self._host_memory[place + start + 1 : place + end + 1].astype(np.int64))
+            is_changed = np.arange(start, end) >= self.adapter_starts[slot]
+            adapters.append(np.where(is_changed, self.adapter_slots[slot], NO_SLOT))
             counts.append(int(end - start))
-        return np.concatenate(places), np.concatenate(following), counts
+        return np.concatenate(places), np.concatenate(following), np.concatenate(adapters), counts
 
     def token_types(self, rows: StepRows) -> Tensor | None:
         """`Batch.token_types` of whole prompts."""
@@ -257,6 +266,8 @@ class InputBatch:
         self.score_from[slot] = request.num_scored_tokens
         self.score_until[slot] = request.num_prompt_tokens - 1 if is_scored else 0
         self.second_segment[slot] = request.second_segment
+        assert request.adapter_slot < self._num_adapter_slots
+        self.adapter_slots[slot], self.adapter_starts[slot] = request.adapter_slot, request.adapter_start
         self.controls[slot] = tuple(value(params) for _, value in _CONTROLS.values())
         if self.media is not None:
             self.media.add(slot, request.media, request.num_prompt_tokens)
@@ -310,6 +321,7 @@ class InputBatch:
         width = -(-int(lengths.max(initial=1)) // self.block_size)
         tokens = self.token_indices(owners, positions)
         segments = {group: self._segments(rows, starts, self._tables[group]) for group in self._states}
+        adapters = self._adapters(owners, positions, starts, last)
         token_ids, tables, sent = self._gather(
             tokens,
             slots,
@@ -322,6 +334,7 @@ class InputBatch:
             *self._slot_mappings(owners, blocks, offsets),
             *chain.from_iterable(segments.values()),
             *(each.ravel() for each in tensors.values()),
+            *adapters,
         )
         places, ends, query_starts, sampled, kept, *others = sent
         slot_mappings, rest = others[: len(tables)], iter(others[len(tables) :])
@@ -341,8 +354,38 @@ class InputBatch:
             rope_positions=of_media.get("rope_positions"),
             media_tokens=of_media.get("media_tokens"),
             key_ends=of_media.get("key_ends"),
+            adapters=BatchAdapters(*(AdapterRows(next(rest), next(rest), True, each) for each in adapters[1::2]))
+            if adapters
+            else None,
         )
         return batch, kept
+
+    def _adapters(self, owners: Ints, positions: Ints, starts: Ints, last: Ints) -> list[Ints]:
+        """The tensors of `AdapterRows` of tokens at these positions of these slots, of the last one of each row, and of
+        the tokens `last`; empty: no token has an adapter."""
+        of_tokens = self.adapter_slots[owners]
+        if (of_tokens < 0).all():
+            return []
+        of_tokens = np.where(positions < self.adapter_starts[owners], NO_SLOT, of_tokens)
+        if (of_tokens < 0).all():
+            return []
+        return [
+            each for slots in (of_tokens, of_tokens[starts[1:] - 1], of_tokens[last]) for each in self._by_slot(slots)
+        ]
+
+    def adapter_rows(self, slots: Ints) -> AdapterRows | None:
+        """Rows with the adapters in these slots; None: no row has one."""
+        if (slots < 0).all():
+            return None
+        order, starts = self._by_slot(slots)
+        return AdapterRows(send(order, self._device), send(starts, self._device), True, starts)
+
+    def _by_slot(self, slots: Ints) -> tuple[Ints, Ints]:
+        """The tensors of `AdapterRows`."""
+        none = self._num_adapter_slots
+        groups = np.where(slots < 0, none, slots)
+        order = groups.argsort(kind="stable")
+        return order, np.searchsorted(groups[order], np.arange(none + 2))
 
     def _slot_mappings(self, slots: Ints, blocks: Ints, offsets: Ints) -> Iterator[Ints]:
         """For each group of attention layers, the places in the cache of tokens at `offsets` in these blocks of the

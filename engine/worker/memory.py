@@ -205,7 +205,7 @@ def measure(
         at_start=at_start,
         budget=int(at_start * config.cache.gpu_memory_utilization),
         weights=reserved,
-        activations=activations + _extra_workspace(config) + sizes.media[stage],
+        activations=activations + _extra_workspace(config) + sizes.media[stage] + sizes.adapters,
         graphs=sizes.graphs,
         non_torch=others,
         block_bytes=sizes.kv_block[stage],

@@ -23,10 +23,13 @@ from quire.engine.models.build import Model, load_model
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.process import log
+from quire.engine.protocol.adapters import AdapterPrepared
+from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.runner_output import LOST_REPLICAS, EncoderOutput, ModelRunnerOutput, RankOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import warm_up
+from quire.engine.worker.adapter_store import AdapterStore
 from quire.engine.worker.async_copies import Array, AsyncOutput, AsyncRead, send
 from quire.engine.worker.chained_rows import StepEnd
 from quire.engine.worker.cuda_graphs import DecodeGraphs
@@ -41,6 +44,7 @@ from quire.engine.worker.memory import MemoryMeter, determine_num_blocks
 from quire.engine.worker.oom import OOMHandler
 from quire.engine.worker.pooling_runner import PoolingRunner
 from quire.engine.worker.sampler import Sampler, SamplerOutput
+from quire.engine.worker.tower_graphs import TowerGraphs
 
 if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
@@ -67,8 +71,10 @@ class ModelRunner:
         device: torch.device,
         meter: MemoryMeter | None = None,
         wait_for_kernels: Callable[[], None] = lambda: None,
+        on_adapter: Callable[[AdapterPrepared], None] = lambda prepared: None,
     ) -> None:
-        """`wait_for_kernels` blocks until the device's kernels are ready. It is called after the weights are loaded."""
+        """`wait_for_kernels` blocks until the device's kernels are ready. It is called after the weights are loaded.
+        `on_adapter` is as `AdapterStore.on_prepared`."""
         self._tp, self._pipeline, self._device = parallel_state.tp, parallel_state.pipeline, device
         self._replicas: ExpertCommunicator | None = None
         """This rank's counterparts in the replicas that share experts; None: there are none."""
@@ -91,6 +97,17 @@ class ModelRunner:
         self._pooling_runner: PoolingRunner | None = None
         if model.pooling is not None and self._pipeline.is_last:
             self._pooling_runner = PoolingRunner(model, model.pooling, self._model, device)
+        self._adapters: AdapterStore | None = None
+        """None: requests have no adapters."""
+        self._adapter_failures: dict[bytes, str] = {}
+        """See `ModelRunnerOutput`; of the step that is launched."""
+        if config.lora is not None:
+            if not isinstance(self._model, Decoder | Encoder):
+                raise ConfigError(f"--enable-lora is not supported for {model.architecture.name}")
+            layers = config.parallel.stages[self._pipeline.stage]
+            modules = {} if self._pooling_runner is None else self._pooling_runner.changes
+            given = self._model, model, config.lora, layers, rank, device
+            self._adapters = AdapterStore(*given, on_adapter, modules, survives=is_single_rank)
         self._sampler = Sampler(self._vocab_size, model.eos_token_ids, device)
         media = model.architecture.media
         self._encoder_cache: EncoderCache | None = None
@@ -111,6 +128,7 @@ class ModelRunner:
             media=None
             if media is None
             else MediaRows(slots, media, self._vocab_size, has_axes=model.architecture.has_rope_sections),
+            num_adapter_slots=0 if config.lora is None else config.lora.num_slots,
         )
 
         drafter = config.drafter if self._pipeline.is_last else None
@@ -134,6 +152,7 @@ class ModelRunner:
         if isinstance(self._model, Decoder) and model.pooling is None:
             caches, stage = self._kv_caches.layers, self._pipeline.stage
             self._graphs = DecodeGraphs(self._model, caches, config, device, stage, self._tp)
+        self._tower_graphs = TowerGraphs(tower, config, device, self._tp) if config.graphs.tower_sizes else None
         # GPU kernels are compiled or loaded at their first launch.
         self._warm_up_plans = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
         self._shows_progress = rank == 0 and config.parallel.is_first_local_replica and not log.is_json()
@@ -163,7 +182,10 @@ class ModelRunner:
         Raises `ConfigError` if the ranks are not compatible.
         """
         seconds, begun = {}, time.perf_counter()
-        if self._graphs is not None and self._graphs.capture(bar=self._shows_progress):
+        captured = self._graphs is not None and self._graphs.capture(bar=self._shows_progress)
+        if self._tower_graphs is not None:
+            captured |= self._tower_graphs.capture()
+        if captured:
             seconds["capture graphs"] = time.perf_counter() - begun
         begun = time.perf_counter()
         for plan in self._warm_up_plans:
@@ -178,8 +200,12 @@ class ModelRunner:
         end of graphs that use it."""
         if self._graphs is not None:
             self._graphs.close()
+        if self._tower_graphs is not None:
+            self._tower_graphs.close()
         if self._drafter is not None:
             self._drafter.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> AsyncOutput:
@@ -189,13 +215,16 @@ class ModelRunner:
         The returned object gives the step's result: the tokens on the first rank of the last stage, None on the others,
         except for `EncoderOutput`.
         """
+        self._adapter_failures = {}
         if self._oom_handler is None:
             return self._launch(plan)
 
         def failed(reason: str) -> AsyncOutput:
-            return AsyncOutput(ModelRunnerOutput(plan.step, [], failure=reason), [], self._device)
+            result = ModelRunnerOutput(plan.step, [], failure=reason, adapter_failures=self._adapter_failures)
+            return AsyncOutput(result, [], self._device)
 
         def skip() -> None:
+            self._apply_adapters(plan)
             self._input_batch.apply(plan)
             if self._encoder_cache is not None and plan.media is not None:
                 self._encoder_cache.free(plan.media)
@@ -210,7 +239,8 @@ class ModelRunner:
         result: ModelRunnerOutput | None = None
         reported: RankOutput = None
         if returns_result:
-            reported = result = ModelRunnerOutput(plan.step, [-1] * plan.num_rows, encoding_failures=failures)
+            result = ModelRunnerOutput(plan.step, [-1] * plan.num_rows, encoding_failures=failures)
+            result.adapter_failures, reported = self._adapter_failures, result
         elif self._encoder_cache is not None and self._tp.rank == 0 and plan.encodes:
             reported = EncoderOutput(plan.step, failures)
         if self._replicas is None:
@@ -255,6 +285,8 @@ class ModelRunner:
         if not plan.num_rows:
             return self._run_without_rows(plan, batch)
         hidden = self.execute_model(self._receive(plan), batch)
+        if result is not None and self._graphs is not None:
+            result.has_captured, self._graphs.has_captured = self._graphs.has_captured, False
         readings: list[AsyncRead] = []
         if not self._pipeline.is_last:
             self._pipeline.send(hidden)
@@ -271,6 +303,7 @@ class ModelRunner:
 
     def _update_states(self, plan: SchedulerOutput, failures: dict[bytes, str]) -> StepRows:
         """Bring the state of the requests to the start of `plan`; store in `failures` what could not be encoded."""
+        self._apply_adapters(plan)
         end, self._step_end = self._step_end, None
         assert end is not None or not any(row.is_chained for row in plan.scheduled), "chained to no step"
         rows = self._input_batch.apply(plan, {} if end is None else end.resume(plan, self._input_batch))
@@ -278,6 +311,13 @@ class ModelRunner:
         if self._encoder_cache is not None and plan.media is not None:
             failures |= self._encoder_cache.update(plan.media)
         return rows
+
+    def _apply_adapters(self, plan: SchedulerOutput) -> None:
+        if self._adapters is not None and plan.adapters is not None:
+            before = self._adapters.version
+            self._adapter_failures |= self._adapters.apply(plan.adapters)
+            if self._graphs is not None and plan.adapters.assigned:
+                self._graphs.on_assigned(is_changed=self._adapters.version != before)
 
     def _prepare_inputs(self, rows: StepRows, replica_tokens: tuple[int, ...]) -> tuple[Batch, Tensor]:
         """See `InputBatch.batch`."""
@@ -298,7 +338,9 @@ class ModelRunner:
 
     def execute_model(self, received: Tensor | None, batch: Batch) -> Tensor:
         """Run this stage's layers: the output of `Decoder.forward`."""
-        replayed = None if self._graphs is None else self._graphs.run(received, batch)
+        is_eager, replayed = self._adapters is not None and self._adapters.changes_embedding(batch), None
+        if self._graphs is not None and not is_eager:
+            replayed = self._graphs.run(received, batch)
         return self._model(received, batch, self._kv_caches.layers) if replayed is None else replayed
 
     def sample_tokens(
@@ -317,7 +359,8 @@ class ModelRunner:
         in the input batch, so that a single stage continues without a round trip through the core or the host, and a
         drafter can read them.
         """
-        logits = self._decoder.logits(hidden[batch.logits_indices])
+        adapters = None if batch.adapters is None else batch.adapters.sampling
+        logits = self._decoder.logits(hidden[batch.logits_indices], adapters)
         if result is None:
             tokens, readings = torch.empty(len(rows.sampling), dtype=torch.int64, device=self._device), []
         else:
@@ -381,12 +424,13 @@ class ModelRunner:
         """
         if not rows.scoring:
             return []
-        places, following, counts = self._input_batch.scored_tokens(rows)
+        places, following, slots, counts = self._input_batch.scored_tokens(rows)
         tops = [min(self._input_batch.num_top(rows.slots[row]), self._vocab_size) for row in rows.scoring]
         slices = []
         for start in range(0, len(places), self._score_chunk_size):
             cut = slice(start, start + self._score_chunk_size)
-            logits = self._decoder.logits(hidden[send(places[cut], self._device)])
+            adapters = self._input_batch.adapter_rows(slots[cut])
+            logits = self._decoder.logits(hidden[send(places[cut], self._device)], adapters)
             if result is not None:
                 slices.append(self._sampler.score(logits, following[cut], max(tops)))
         if result is None or not slices:

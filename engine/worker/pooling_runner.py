@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.checkpoints.adapter_loader import DenseWeights
 from quire.engine.checkpoints.loader import load_dense
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.pooling import Dense, Mode, Norm, Pooling
@@ -17,6 +18,7 @@ from quire.engine.models.build import Model
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.worker.async_copies import Array, AsyncRead
 from quire.engine.worker.input_batch import InputBatch, StepRows
+from quire.kernels import AdapterRows
 
 
 @dataclass
@@ -55,6 +57,10 @@ class PoolingRunner:
             (module, None if isinstance(module, str) else load_dense(config, module, device))
             for module in pooling.modules[: -1 if pooling.is_normalized else None]  # the server normalizes
         ]
+        self.changes: dict[str, dict[int, DenseWeights]] = {
+            f"pooling.{each}": {} for each in range(len(pooling.weighted))
+        }
+        """The weights that modules have instead with the adapters in these slots; see `AdapterLoader.dense`."""
         self._states: dict[int, _PoolState] = {}
         """States of the prompts that have started, by slot."""
         self._vectors: dict[int, bytearray] = {}
@@ -68,7 +74,7 @@ class PoolingRunner:
         if result is None:
             return []
         if self._pooling.is_multi_vector:
-            return [self._read_tokens(self._model.features(hidden).float(), rows, input_batch, result)]
+            return [self._read_tokens(self._model.features(hidden).float(), rows, batch, input_batch, result)]
         if self._pooling.needs_all_tokens:
             pooled = self._pool_chunks(self._model.features(hidden).float(), rows, input_batch)
         elif len(rows.sampling):
@@ -81,9 +87,12 @@ class PoolingRunner:
         def fill(vectors: Array) -> None:
             result.vectors = {row: vectors[at].tobytes() for at, row in enumerate(rows.sampling.tolist())}
 
-        return [AsyncRead([self._finish(pooled)], fill)]
+        adapters = None if batch.adapters is None else batch.adapters.sampling
+        return [AsyncRead([self._finish(pooled, adapters)], fill)]
 
-    def _read_tokens(self, x: Tensor, rows: StepRows, input_batch: InputBatch, result: ModelRunnerOutput) -> AsyncRead:
+    def _read_tokens(
+        self, x: Tensor, rows: StepRows, batch: Batch, input_batch: InputBatch, result: ModelRunnerOutput
+    ) -> AsyncRead:
         """Read the vectors of all tokens, given `x` `[tokens, hidden_size]`; results are read in the order of steps."""
         ends, slots, counts = set(rows.sampling.tolist()), rows.slots.tolist(), rows.counts.tolist()
         begins = [not input_batch.num_computed_tokens[slot] for slot in slots]
@@ -98,7 +107,7 @@ class PoolingRunner:
                 if row in ends:
                     result.vectors[row] = bytes(self._vectors.pop(slot))
 
-        return AsyncRead([self._finish(x)], fill)
+        return AsyncRead([self._finish(x, batch.adapters_of())], fill)
 
     def _pool_chunks(self, x: Tensor, rows: StepRows, input_batch: InputBatch) -> Tensor | None:
         """`[rows, size]`, the totals of the rows that complete their prompt, given `x` `[tokens, hidden_size]` of all
@@ -128,15 +137,24 @@ class PoolingRunner:
         near = input_batch.media.around_items(slot, position, len(part))
         return part if near is None else part[torch.from_numpy(near).to(part.device)]
 
-    def _finish(self, x: Tensor) -> Tensor:
+    def _finish(self, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+        changes = iter(self.changes.values())
         for module, weights in self._modules:
             if weights is None or isinstance(module, str):
                 x = F.normalize(x, dim=-1)
-            elif isinstance(module, Norm):
-                x = F.layer_norm(x, (module.size,), *weights, module.eps)
-            else:
-                x = _activate(module, F.linear(x, *weights))
+                continue
+            given, x = x, _apply(module, x, *weights)
+            for slot, own in next(changes).items():
+                if adapters is not None and adapters.count(slot):
+                    rows = adapters.of_slot(slot)
+                    x[rows] = _apply(module, given[rows], own.weight, own.bias)
         return x
+
+
+def _apply(module: Dense | Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if isinstance(module, Norm):
+        return F.layer_norm(x, (module.size,), weight, bias, module.eps)
+    return _activate(module, F.linear(x, weight, bias))
 
 
 def _vector(mode: Mode, seen: _PoolState, last: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from quire.engine.layers.attention import attention_config
 from quire.engine.layers.quantized import quantized_formats
 from quire.engine.process import current_process, log
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS
+from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace, StartProfile, StopProfile
 from quire.engine.protocol.rank_state import RankState
@@ -93,9 +94,13 @@ class Worker:
 
         if parallel.device == "cpu":
             ready()  # packing weights depends on the kernels
+        self.on_adapter: Callable[[AdapterPrepared], None] = lambda prepared: None
+        """Called, in any thread but not twice at a time, with the answers to `AdapterPlan.prepared`."""
         return_freed_memory()
         try:
-            self._runner = ModelRunner(config, rank, self._parallel_state, device, meter, ready)
+            self._runner = ModelRunner(
+                config, rank, self._parallel_state, device, meter, ready, lambda prepared: self.on_adapter(prepared)
+            )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -184,10 +189,11 @@ def main(
     plans: ShmBroadcast,
     states: ctypes.Array[RankState],
     results: Connection,
+    adapters: Connection,
     log_level: str,
 ) -> None:
     """The main function of a worker process: reads `plans`, writes `results`, and updates its state for `LocalRanks`,
-    which sends orders about the logs in the other direction of `results`.
+    which sends orders about the logs in the other direction of `results`. What becomes of adapters goes to `adapters`.
 
     `local_rank` is the rank's index on this host.
     """
@@ -205,6 +211,7 @@ def main(
     try:
         worker = Worker(config, rank, init_method)
         worker.on_trace = reports.send
+        worker.on_adapter = lambda prepared: adapters.send_bytes(msgspec.msgpack.encode(prepared))
         worker.watch(lambda reason: _fail(rank, CollectiveError(reason), reports))
         reports.send(WorkerReady({"start processes": started, **worker.seconds}, worker.num_blocks))
         decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
@@ -225,8 +232,8 @@ def main(
 
 
 def needs_all_kernels(config: EngineConfig) -> bool:
-    """Whether a rank needs CPU kernels that are not compiled first: for quantized weights, or for layers of the model
-    or of a drafter that are not known to be plain."""
+    """Whether a rank needs CPU kernels that are not compiled first: for quantized weights, adapters, or layers of the
+    model or of a drafter that are not known to be plain."""
 
     def is_plain(layer: LayerSpec) -> bool:
         attention, feed_forward = layer.attention, layer.feed_forward
@@ -239,7 +246,7 @@ def needs_all_kernels(config: EngineConfig) -> bool:
         )
 
     layers = (layer for each in config.with_drafter for layer in each.model.architecture.layers)
-    return bool(quantized_formats(config)) or not all(map(is_plain, layers))
+    return bool(quantized_formats(config)) or config.lora is not None or not all(map(is_plain, layers))
 
 
 def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:

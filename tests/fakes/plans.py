@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from quire.engine.protocol.adapters import NO_SLOT, AdapterPlan
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.runner_output import EncoderOutput, ModelRunnerOutput
@@ -41,6 +42,8 @@ class Request:
     """Tokens that the workers know."""
     blocks: list[int] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
+    adapter_slot: int = NO_SLOT
+    adapter_start: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -69,13 +72,17 @@ class Driver:
         self._step = 0
         self._encoded: set[bytes] = set()
         self.encoding_failures: dict[bytes, str] = {}
-        """Of all steps."""
+        self.adapter_failures: dict[bytes, str] = {}
+        """Both of all steps."""
         self._freed: list[bytes] = []
+        self.adapters: AdapterPlan | None = None
+        """Of the next step."""
 
     def step(self, *rows: tuple[Request, int]) -> None:
         """Run `count` more tokens of each request, and add the sampled tokens."""
         plan = SchedulerOutput(self._step, self._released, [], [])
         self._step, self._released = self._step + 1, []
+        plan.adapters, self.adapters = self.adapters, None
         if self._freed:
             plan.media, self._freed = MediaPlan([], self._freed), []
         for request, count in rows:
@@ -86,7 +93,9 @@ class Driver:
                 request.slot = self._slots.pop()
                 new = (request.slot, request.tokens, len(request.prompt), 0, list(request.blocks), request.params)
                 media = [structs.replace(item, data=None) for item in request.media]
-                plan.new.append(NewRequestData(*new, media=media))
+                own = NewRequestData(*new, media=media)
+                own.adapter_slot, own.adapter_start = request.adapter_slot, request.adapter_start
+                plan.new.append(own)
                 plan.scheduled.append(CachedRequestData(request.slot, count, [], []))
             else:
                 plan.scheduled.append(CachedRequestData(request.slot, count, request.tokens[request.known :], fresh))
@@ -97,6 +106,7 @@ class Driver:
         assert result is not None
         assert result.step == plan.step
         self.encoding_failures |= result.encoding_failures
+        self.adapter_failures |= result.adapter_failures
         assert len(result.token_ids) == len(rows)
         assert len(result.logprobs) in (0, len(rows))
         for number, (request, _) in enumerate(rows):

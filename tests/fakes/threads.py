@@ -15,6 +15,7 @@ from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.executor.base import StepFuture
+from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
@@ -42,6 +43,7 @@ class ThreadExecutor:
     """Loads as it is made, and runs each rank's plans in a thread."""
 
     on_trace: Callable[[TracePiece], None]
+    on_adapter: Callable[[AdapterPrepared], None]
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, parallel = config, config.parallel
@@ -56,7 +58,8 @@ class ThreadExecutor:
             for rank, group in enumerate(groups):
                 experts = None if parallel.experts is None else group
                 links = ParallelState(group.tp, QueuePipeline(stage, stages, queues[rank]), experts)
-                runner = ModelRunner(config, stage * tp + rank, links, torch.device("cpu"))
+                number, cpu = stage * tp + rank, torch.device("cpu")
+                runner = ModelRunner(config, number, links, cpu, on_adapter=lambda prepared: self.on_adapter(prepared))
                 plans: SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None] = SimpleQueue()
                 self._plans.append(plans)
                 self._threads.append(threading.Thread(target=self._run, args=(runner, plans), daemon=True))
@@ -73,6 +76,7 @@ class ThreadExecutor:
                 future.set_result(runner.launch(plan).result())
             except BaseException as error:
                 future.set_exception(error)
+        runner.close()
 
     def submit(self, plan: SchedulerOutput, limit: float) -> StepFuture:
         futures: list[Future[Any]] = [Future() for _ in self._plans]

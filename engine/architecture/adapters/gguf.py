@@ -71,7 +71,7 @@ def read(
             builder.add(module, LowRank(up, down, scaling, ()), has_pairs=has_pairs)
         if is_stack and base.module(path.format(expert=shapes[a][0])) is not None:
             raise ConfigError(f"{a} has {shapes[a][0]} experts, the base has more")
-    return AdapterSpec(builder.changes, None, tuple(tokens))
+    return builder.spec(_TOKENS, tuple(tokens))
 
 
 def _matrix(tensor: str, shape: Shape, index: int | None) -> Piece:

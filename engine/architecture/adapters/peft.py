@@ -102,6 +102,14 @@ class Builder:
                 before, shape=shape, is_transposed=slot.is_transposed, low_rank=(*before.low_rank, part)
             )
 
+    def spec(self, setting: str, tokens: tuple[int, ...], vocab_size: int | None = None) -> AdapterSpec:
+        """What was collected; `setting` has the invocation tokens. Raises `ConfigError` for tokens that no prompt can
+        contain."""
+        size = vocab_size or self._base.shapes.get(self._base.embedding, (0,))[0]  # 0: it is not known
+        if size and (outside := [each for each in tokens if each >= size]):
+            raise ConfigError(f"{setting} has {outside[0]}, but the vocabulary has {size} tokens")
+        return AdapterSpec(self.changes, vocab_size, tokens)
+
 
 def read(
     settings: LoraSettings, shapes: Mapping[str, Shape], base: Base, digests: Mapping[str, bytes] | None = None
@@ -138,7 +146,21 @@ def read(
             _add_stack(layer, ".".join(filter(None, (path, name))), experts, settings, builder, shapes)
         else:
             raise ConfigError(f"{next(iter(layer.tensors.values()))}: the base has no module {path}")
-    return AdapterSpec(builder.changes, vocab_size, settings.invocation_tokens)
+    spec = builder.spec("alora_invocation_tokens", settings.invocation_tokens, vocab_size)
+    if settings.invocation_tokens:
+        _check_invoked(spec)
+    return spec
+
+
+def _check_invoked(spec: AdapterSpec) -> None:
+    """PEFT switches low-rank products on behind an invocation; other changes of such an adapter always apply."""
+    for change in spec.changes.values():
+        others = [change.replacement, *(change.new_rows or ())[1:], *(each.magnitude for each in change.low_rank)]
+        if found := next((piece for piece in others if isinstance(piece, Piece)), None):
+            raise ConfigError(
+                f"{found.tensor}: alora_invocation_tokens are supported with low-rank changes alone; "
+                "train the adapter without modules_to_save, biases, tokens and DoRA"
+            )
 
 
 def _sorted_out(

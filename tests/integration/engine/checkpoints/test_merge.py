@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.architecture.families.tensors import checkpoint_tensors
-from quire.engine.checkpoints import merge
+from quire.engine.checkpoints import adapter_tensors, merge
 from quire.engine.config.merge_request import MergeRequest
 from quire.server.cli.main import main
 from tests.fakes.adapters import LLAMA, SETTINGS, SHAPES, Q, write_adapter
@@ -141,7 +141,7 @@ def test_rows_are_changed_a_few_at_a_time(base: Path, tmp_path: Path, monkeypatc
     adapter = write_adapter(tmp_path / "adapter", shapes, SETTINGS | {"use_dora": True})
     results = []
     for size in (1 << 24, 48):
-        monkeypatch.setattr(merge, "_AT_ONCE", size)
+        monkeypatch.setattr(adapter_tensors, "_AT_ONCE", size)
         assert main(["merge", str(base), str(adapter), str(tmp_path / str(size))]) == 0
         results.append(plain(tmp_path / str(size)))
     own, tensor = load_file(adapter / "adapter_model.safetensors"), plain(base)["model.embed_tokens.weight"].float()

@@ -77,6 +77,8 @@ def packed_bytes(config: EngineConfig) -> int:
             total += sum(each.nbytes for each in packed_state.tensors_of(layer.packed))
         if isinstance(layer, Experts):
             total += sum(each.nbytes for place in range(count) for each in layer.state(place))
+            # Packed experts share their biases with the parameters.
+            total -= sum(each.nbytes for name, each in layer.named_parameters() if name.endswith("bias"))
     return total
 
 

@@ -11,9 +11,13 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
 
 from quire.engine.executor.local_ranks import LocalRanks
 from quire.engine.process import log
+from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.supervision import Reload
 from quire.engine.worker import worker
@@ -47,6 +51,25 @@ def test_a_rank_that_has_just_ended_is_no_error() -> None:
     ranks._selector, ranks._usage, ranks._pipes = selectors.DefaultSelector(), None, []
     ranks._processes = {0: process}
     ranks.kill()
+
+
+def test_what_becomes_of_adapters_is_known_while_no_step_runs() -> None:
+    """Until a rank has ended; one may have closed its pipe before."""
+    process = multiprocessing.get_context("fork").Process(target=threading.Event().wait, daemon=True)
+    process.start()
+    ranks, answers, ended = LocalRanks.__new__(LocalRanks), SimpleQueue[AdapterPrepared](), threading.Event()
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    ranks._processes, ranks._adapters, ranks.on_adapter = {0: process}, [own for own, _ in pipes], answers.put
+    thread = threading.Thread(target=ranks._watch, args=(ended.set,))
+    thread.start()
+    for rank in (1, 0):
+        pipes[rank][1].send_bytes(msgspec.msgpack.encode(prepared := AdapterPrepared(b"an adapter", rank)))
+        assert answers.get(timeout=20) == prepared
+        pipes[rank][1].close()
+    assert not ended.is_set()
+    process.kill()
+    thread.join(20)
+    assert ended.is_set()
 
 
 def _watch(results: Connection, parents: Connection) -> None:

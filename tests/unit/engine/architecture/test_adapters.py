@@ -13,7 +13,7 @@ from quire.engine.architecture.adapters import gguf, peft, settings
 from quire.engine.architecture.adapters.base import Base, Module
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
-from tests.fakes.adapters import LLAMA, SETTINGS, SHAPES
+from tests.fakes.adapters import LLAMA, SETTINGS, SHAPES, Q
 
 _GPT_OSS = LLAMA | {
     "architectures": ["GptOssForCausalLM"],
@@ -185,3 +185,11 @@ def test_copies_of_a_trained_module() -> None:
 
 def test_adapters_that_an_invocation_activates() -> None:
     assert read(LLAMA, SHAPES, alora_invocation_tokens=[5, 6]).invocation_tokens == (5, 6)
+    for token in (40, 2**70):
+        with pytest.raises(ConfigError, match=f"alora_invocation_tokens has {token}, but the vocabulary has 40"):
+            read(LLAMA, SHAPES, alora_invocation_tokens=[39, token])
+    head = "base_model.model.lm_head.weight"
+    with pytest.raises(ConfigError, match=rf"^{head}: alora_invocation_tokens are supported with low-rank changes"):
+        read(LLAMA, SHAPES | {head: (40, 16)}, alora_invocation_tokens=[5, 6])
+    with pytest.raises(ConfigError, match="lora_magnitude_vector: alora_invocation_tokens are supported"):
+        read(LLAMA, SHAPES | {f"{Q}.lora_magnitude_vector": (16,)}, alora_invocation_tokens=[5, 6], use_dora=True)

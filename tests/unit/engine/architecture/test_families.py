@@ -4,6 +4,7 @@ tests compare the whole with transformers, for some families in each run."""
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def test_the_residual_multiplier_applies_to_the_feed_forward_layer() -> None:
         for weight in layer.parameters():
             nn.init.normal_(weight)
         x = torch.randn(3, HIDDEN)
-        batch: Any = None  # without mixers, nothing reads it
+        batch: Any = SimpleNamespace(adapters_of=lambda last_tokens: None)  # all that is read
         out: torch.Tensor
         out, residual = layer(x, None, LayerStep(batch, None, LayerCache()))
         assert torch.equal(residual, x)

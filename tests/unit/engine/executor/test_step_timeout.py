@@ -11,6 +11,7 @@ import pytest
 from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig
 from quire.engine.distributed import watchdog
 from quire.engine.executor.base import STEP_TIMEOUT, step_timeout
+from quire.engine.protocol.adapters import AdapterPlan
 from quire.engine.protocol.media import MediaItem, MediaRun
 from quire.engine.protocol.scheduler_output import MediaPlan, SchedulerOutput
 from tests.fakes.configs import engine_config
@@ -55,6 +56,8 @@ def test_a_rank_that_waits_for_another_times_out_first(
 def test_step_timeout_is_shorter_without_other_ranks() -> None:
     assert wait(plan(1), timeout=4.0) == STEP_TIMEOUT
     assert wait(plan(0), timeout=4.0, tensor_parallel_size=2) == 10.0
+    dropping = SchedulerOutput(0, [], [], [], adapters=AdapterPlan(dropped=[bytes(32)]))
+    assert wait(dropping, timeout=4.0) == STEP_TIMEOUT
     for cut in (2.0, 60.0):  # which the hosts survive
         assert wait(plan(0), tensor_parallel_size=2, nodes=2, cluster_timeout=cut) > cut
     assert wait(plan(1), timeout=4.0, tensor_parallel_size=2, device="cuda") < 20.0, "nothing else ends it there"

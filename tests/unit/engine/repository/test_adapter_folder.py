@@ -94,7 +94,8 @@ def _gguf(shapes: Shapes, kind: str = "adapter", architecture: str = "llama", **
         if kind == "array":
             writer.kv_data[0]["general.architecture"] = gguf.GGUFValue([architecture], gguf.GGUFValueType.ARRAY)
         for name, value in metadata.items():
-            writer.add_float32(f"adapter.{name}", value)
+            add = writer.add_array if isinstance(value, list) else writer.add_float32
+            add(f"adapter.{name}", value)
         for name, shape in shapes.items():
             writer.add_tensor(name, np.ones(shape, np.float32))
         writer.write_header_to_file()
@@ -219,6 +220,10 @@ BAD: dict[str, tuple[Write, str]] = {
     "GGUF without B": (_gguf({_GA: (4, 16)}), f"{_GB} is missing"),
     "GGUF with a norm": (_gguf({"blk.0.attn_norm.weight": (16,)}), "attn_norm.weight is no tensor of a low-rank"),
     "GGUF with another setting": (_gguf({_GA: (4, 16), _GB: (16, 4)}, scale=2.0), r"adapter\.scale is not supported"),
+    "GGUF with an invocation of no token": (
+        _gguf({_GA: (4, 16), _GB: (16, 4)}, **{"alora.invocation_tokens": [39, 40]}),  # type: ignore[arg-type]
+        r"adapter\.alora\.invocation_tokens has 40, but the vocabulary has 40 tokens",
+    ),
     "GGUF of another size": (_gguf({_GA: (4, 15), _GB: (16, 4)}), rf"{_GA} has the shape \[4, 15\]"),
     "GGUF of another rank": (_gguf({_GA: (1, 16), _GB: (16, 2)}), f"{_GB} has the shape"),
 }

@@ -64,6 +64,39 @@ def test_mixed_batch(is_shared: bool) -> None:
     assert step.logits_indices.tolist() == [0, 3]
 
 
+def test_rows_by_adapters(is_shared: bool) -> None:
+    """Of tokens from where the adapter starts, of rows' last tokens, and of drafts; none has one later."""
+    states = InputBatch(5, 32, 4, is_shared=is_shared, num_adapter_slots=3)
+    requests = [new(slot, [*range(10)], 0, [slot]) for slot in range(4)]
+    requests[0].adapter_slot = requests[2].adapter_slot = 2
+    requests[3].adapter_slot, requests[3].adapter_start = 1, 2
+    scheduled = [CachedRequestData(slot, count, [], []) for slot, count in enumerate((1, 1, 2, 3))]
+    rows = states.apply(SchedulerOutput(0, [], requests, scheduled))
+    batch, _ = states.batch(rows)
+    assert batch.adapters is not None
+    assert [(each.order.tolist(), each.starts.tolist()) for each in batch.adapters] == [
+        ([6, 0, 2, 3, 1, 4, 5], [0, 0, 1, 4, 7]),
+        ([3, 0, 2, 1], [0, 0, 1, 3, 4]),
+        ([], [0, 0, 0, 0, 0]),
+    ]
+    states.advance(rows)
+    for slot, count in enumerate((9, 9, 8, 7)):
+        states.num_computed_tokens[slot] += count
+    scheduled = [CachedRequestData(slot, 2, [slot], [], draft_token_ids=[7]) for slot in (1, 3)]
+    rows = states.apply(SchedulerOutput(1, [0], [], scheduled))
+    batch, _ = states.batch(rows)
+    assert batch.adapters is not None
+    assert len(batch.sequence_lengths) == 4  # each token is a row
+    for each in batch.adapters:
+        assert (each.order.tolist(), each.starts.tolist()) == ([2, 3, 0, 1], [0, 0, 2, 2, 4])
+    states.advance(rows)
+    before = new(0, [5, 6, 7], 0, [8])
+    before.adapter_slot, before.adapter_start = 0, 3
+    scheduled = [CachedRequestData(slot, 1, [], []) for slot in (0, 1)]
+    batch, _ = states.batch(states.apply(SchedulerOutput(2, [], [before], scheduled)))
+    assert batch.adapters is None
+
+
 def test_tokens_of_images_have_logits(is_shared: bool) -> None:
     """Their id may be outside the vocabulary, whose logits penalties and log-probabilities index."""
     spec = MediaSpec(tower=TowerSpec(hidden_size=8), image_token_id=100)
