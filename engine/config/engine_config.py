@@ -484,6 +484,19 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters of requests."""
+
+    num_slots: int
+    """Adapters that a step may mix."""
+    device_bytes: int
+    """Bytes of each rank's device for adapters."""
+    host_bytes: int
+    """Bytes of the host's memory in which each rank keeps adapters; those that requests use may exceed them. The ranks
+    follow the core, so that the value of the core's host counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GraphConfig:
     """Batch sizes of the decode steps that are captured once and replayed (CUDA graphs; op replay on CPU)."""
 
@@ -491,6 +504,9 @@ class GraphConfig:
     """Ascending. A step is padded to the next size; larger steps and steps with prompt tokens are not replayed."""
     disabled_reason: str = ""
     """Why `sizes` is empty."""
+    tower_sizes: tuple[int, ...] = ()
+    """Numbers of patches for which the layers of a tower are captured, ascending. A picture is padded to the next one;
+    larger ones are not replayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,13 +520,15 @@ class EngineConfig:
     graphs: GraphConfig = GraphConfig()
     media: MediaConfig | None = None
     """None: prompts are only text."""
+    lora: LoraConfig | None = None
+    """None: requests have no adapters."""
     shared_settings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Flags and resolved values that must be the same on every host (see `quire.engine.config.resolve`)."""
 
     @property
     def drafter(self) -> EngineConfig | None:
-        """The same configuration for the model that guesses tokens, whose only stage is the last one; None: there is
-        none."""
+        """The same configuration for the model that guesses tokens, whose only stage is the last one, without adapters;
+        None: there is none."""
         speculative = self.scheduler.speculative
         if speculative is None or speculative.model is None:
             return None
@@ -523,7 +541,7 @@ class EngineConfig:
         )
         scheduler = dataclasses.replace(self.scheduler, speculative=None)
         model = speculative.model.with_length(self.model.max_model_len)
-        return dataclasses.replace(self, model=model, parallel=parallel, scheduler=scheduler, media=None)
+        return dataclasses.replace(self, model=model, parallel=parallel, scheduler=scheduler, media=None, lora=None)
 
     @property
     def with_drafter(self) -> list[EngineConfig]:

@@ -41,13 +41,16 @@ class MemoryPlan:
     graphs: int
     """CUDA graphs, or op replay on CPU, estimated."""
     media: tuple[int, ...]
-    """Features of images and videos that are kept, and activations of the tower beyond `workspace`, estimated."""
+    """Features of images and videos that are kept, activations of the tower beyond `workspace`, and its CUDA graphs,
+    estimated."""
+    adapters: int = 0
+    """On CPUs, also those that are ready to be swapped in."""
 
     @property
     def fixed(self) -> list[int]:
         """Bytes of each stage besides its KV cache."""
         stages = zip(self.weights, self.media, strict=True)
-        return [weights + media + self.workspace + self.graphs for weights, media in stages]
+        return [weights + media + self.workspace + self.graphs + self.adapters for weights, media in stages]
 
     @staticmethod
     def of(config: EngineConfig) -> MemoryPlan:
@@ -81,6 +84,7 @@ class MemoryPlan:
             workspace=workspace,
             graphs=graphs,
             media=(_media(config, workspace), *[0] * (len(stages) - 1)),
+            adapters=_adapters(config),
         )
 
 
@@ -104,9 +108,15 @@ def _media(config: EngineConfig, workspace: int) -> int:
     tokens = media.max_item_features * spec.tower.patches_per_feature
     # While other steps run, the state of an item between two steps of its tower is kept.
     state = tokens * spec.tower.state_width
-    return (kept * spec.tower.feature_width + state) * width + max(
-        0, int(tokens * spec.tower.layer_values) * width - workspace
-    )
+    more = max(0, int(tokens * spec.tower.layer_values) * width - workspace)
+    return (kept * spec.tower.feature_width + state) * width + more + cuda_graph_sizes.estimate_tower(config)
+
+
+def _adapters(config: EngineConfig) -> int:
+    """Bytes of `MemoryPlan.adapters`."""
+    if (lora := config.lora) is None:
+        return 0
+    return lora.device_bytes + lora.host_bytes * (config.parallel.device == "cpu")
 
 
 def _copied_embedding_bytes(config: EngineConfig, drafter: ModelSpec) -> int:
@@ -351,10 +361,12 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
             f"Not enough memory: needs {format_bytes(max(fixed))} per rank (weights "
             f"{format_bytes(max(sizes.weights))}{stored} + workspace {format_bytes(sizes.workspace)}"
             f"{f' + {replayed} {format_bytes(sizes.graphs)}' * (sizes.graphs > 0)}"
-            f"{f' + images {format_bytes(sizes.media[0])}' * (sizes.media[0] > 0)}), {format_bytes(budget_bytes)} "
+            f"{f' + images {format_bytes(sizes.media[0])}' * (sizes.media[0] > 0)}"
+            f"{f' + adapters {format_bytes(sizes.adapters)}' * (sizes.adapters > 0)}), {format_bytes(budget_bytes)} "
             f"available ({cache.gpu_memory_utilization:g} of {format_bytes(available.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use {more}, a smaller --dtype{quantize}, or a lower "
             f"--max-num-batched-tokens{' or --encoder-cache-size' * (sizes.media[0] > 0)}"
+            f"{' or --max-loras, --max-lora-rank or --lora-memory' * (sizes.adapters > 0)}"
         )
     if not max(sizes.kv_block):
         return 0

@@ -335,6 +335,30 @@ class EncoderOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Adapters (LoRA) that requests choose instead of the model itself."""
+
+    enable_lora: bool = flag(False, "let requests use adapters (LoRA), and reserve memory for them", is_common=True)
+    max_loras: int = flag(
+        2,
+        "with --enable-lora, number of adapters of --max-lora-rank on all linear layers that each device has memory "
+        "for; more of them if they are smaller. Others are swapped in when requests need them",
+        metavar="N",
+        least=1,
+    )
+    max_lora_rank: int = flag(
+        64, "rank of the adapters that --max-loras counts; higher ranks are served, too", metavar="R", least=1
+    )
+    lora_memory: float | Literal["auto"] = flag(
+        "auto",
+        "with --enable-lora, most GiB of each host's memory for adapters that are ready to be swapped in; others are "
+        "read again when requests need them (auto: 4, at most a tenth of the free memory)",
+        metavar="GIB",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeculativeOptions:
     """Speculative decoding."""
 
@@ -389,6 +413,7 @@ class ExecutionOptions:
 class EngineOptions(  # in reverse, as the fields of a dataclass begin with those of its last base
     ExecutionOptions,
     SpeculativeOptions,
+    LoraOptions,
     EncoderOptions,
     SchedulerOptions,
     CacheOptions,

@@ -56,6 +56,11 @@ def plan_text(config: EngineConfig) -> str:
             f"  stage 0 also has the tower for {kinds}{quantized}, and {format_bytes(sizes.media[0])} per rank for its "
             f"activations and the {media.encoder_cache_features:,} features that it keeps"
         )
+    if (lora := config.lora) is not None:
+        lines.append(
+            f"  adapters: {format_bytes(lora.device_bytes)} per rank for up to {lora.num_slots} in a step, and "
+            f"{format_bytes(lora.host_bytes)} of the host's memory for others that are ready to be swapped in"
+        )
     if (drafter := config.drafter) is not None and (speculative := config.scheduler.speculative) is not None:
         where = "" if drafter.parallel.tensor_parallel_size == tp else f" (rank {pp * tp - tp})"
         kind = f"draft model {drafter.model.architecture.name}"

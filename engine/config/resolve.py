@@ -1,7 +1,8 @@
 """Resolves the options, once: `EngineOptions` → `EngineConfig`, before weights are read. No torch.
 
 Each part is resolved by a module of its own (`model_config`, `parallel_config`, `scheduler_config`, `cache_config`,
-`media_config`, `cuda_graph_sizes`), and `memory_plan` computes what fits. Each rejects what it does not support.
+`media_config`, `lora_config`, `cuda_graph_sizes`), and `memory_plan` computes what fits. Each rejects what it does not
+support.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from quire.engine.config import (
     cuda_graph_sizes,
     devices,
     draft_heads,
+    lora_config,
     media_config,
     memory_plan,
     model_config,
@@ -89,9 +91,13 @@ def resolve(
     cache = cache_config.resolve(options, model, parallel, scheduler)
     if available.kind == "cuda" and remote_devices is None:
         cache_config.check_gpus(options, cache, available)
+        lora_config.check_host(options, available)
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     media = media_config.resolve(options, model, parallel, scheduler)
-    config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs, media=media)
+    lora = lora_config.resolve(options, model, parallel, scheduler, available)
+    config = EngineConfig(
+        model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs, media=media, lora=lora
+    )
     try:
         config = memory_plan.with_cache(config, available)
     except ConfigError as error:

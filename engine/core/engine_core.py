@@ -37,6 +37,7 @@ from quire.engine.executor.base import Executor, StepFuture, WorkerError, step_t
 from quire.engine.process import current_process, log
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
+from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
@@ -44,6 +45,8 @@ from quire.engine.protocol.engine_core import (
     EngineCoreRequest,
     Join,
     ListRequests,
+    PrepareAdapter,
+    PreparedAdapter,
     Probe,
     ProbeReply,
     ReplicaFailed,
@@ -66,7 +69,7 @@ logger = logging.getLogger("quire.engine.core.engine_core")
 
 _STATS_SECONDS = 1.0
 _LOST_MEDIA = "the processed images of the request have been deleted, as their process has ended; send it again"
-_UNREADABLE = "the processed images of the request cannot be read"
+_UNREADABLE = "the processed images of the request cannot be read now"
 _COMPILE_THREADS = 8
 """Threads that compile grammars: more than there are processors, so that fast grammars do not wait for slow ones."""
 _COMPILE_STACK = 2**26
@@ -101,7 +104,7 @@ class GrammarCompiled:
     grammar: StartedGrammar | EngineCoreOutput
 
 
-Inbound = ToCore | GrammarCompiled | RankEnded | SetLogLevel | Reload | Shutdown | Exception
+Inbound = ToCore | AdapterPrepared | GrammarCompiled | RankEnded | SetLogLevel | Reload | Shutdown | Exception
 
 
 class EngineCoreIO:
@@ -208,6 +211,8 @@ class EngineCore:
         self.profiler = CoreProfiler(self.replica, incarnation, io.send)
         self.compiling: dict[str, EngineCoreRequest] = {}
         """Requests whose grammar is being compiled; they are added to the scheduler with it."""
+        self.preparing: dict[bytes, list[PrepareAdapter]] = {}
+        """The calls for each adapter that wait for the ranks."""
         threading.stack_size(_COMPILE_STACK)  # of all threads started from now on; only used pages take memory
         self._compile_pool = ThreadPoolExecutor(_COMPILE_THREADS, "compile")
         self.wave = Wave(self.depth) if config.parallel.is_coupled else None
@@ -239,9 +244,10 @@ class EngineCore:
 
     def usual_seconds(self, plan: SchedulerOutput, predicted: float | None) -> float:
         """Return the seconds that a step usually takes at most; infinite if it may wait for other replicas, or write a
-        trace, or encodes images at an unknown cost.
+        trace, or encodes images or places adapters at an unknown cost.
         """
-        if self.wave is not None or plan.profile is not None or (predicted is None and plan.encodes):
+        is_unusual = plan.encodes or plan.places_adapters
+        if self.wave is not None or plan.profile is not None or (predicted is None and is_unusual):
             return math.inf
         return _USUALLY_SLOWER * (max(_MIN_UNPREDICTED, self.longest_step) if predicted is None else predicted)
 
@@ -256,7 +262,7 @@ class EngineCore:
         self.expert_load = result.expert_load or self.expert_load
         now = time.perf_counter()
         # While a pipeline fills or drains, the time between results is not the time of a stage.
-        is_representative = (is_full or self.scheduler.stages == 1) and not result.failure
+        is_representative = (is_full or self.scheduler.stages == 1) and not result.failure and not result.has_captured
         seconds = now - max(submitted_at, self.last_result_at)
         self.scheduler.token_budget.learn(plan, seconds if is_representative else None)
         faded = self.longest_step * 0.5 ** ((now - (self.last_result_at or now)) / _LONGEST_HALF_LIFE)
@@ -279,7 +285,7 @@ class EngineCore:
 
     def schedule_wave(self, wave: Wave) -> SchedulerOutput | None:
         """Return the next plan of the wave, without rows if there is nothing to run; None if no wave is running."""
-        has_work = self.scheduler.has_requests and not self.stopping
+        has_work = self.scheduler.has_work and not self.stopping
         if wave.start(has_work=has_work or self.has_calls):
             self.io.send_peers(StartWave(wave.number))
         if not wave.is_running:
@@ -300,8 +306,9 @@ class EngineCore:
         return self.wave is None or self.wave.is_idle or time.monotonic() > self.stop_deadline
 
     def receive(self) -> None:
-        """Handle all received messages; when idle, wait for one, and check the ranks meanwhile."""
-        idle = not (self.in_flight or self.scheduler.has_requests or self.has_calls)
+        """Handle all received messages; when idle, wait for one, and check the ranks meanwhile. Then end what waits for
+        adapters that take too long to read."""
+        idle = not (self.in_flight or self.scheduler.has_work or self.has_calls)
         if self.wave is not None:
             idle = idle and self.wave.is_idle
         if idle:
@@ -311,7 +318,10 @@ class EngineCore:
                 self.handle(self.io.inbox.get(block=idle, timeout=HEARTBEAT_SECONDS))
                 idle = False
             except Empty:
-                if not idle:
+                late = self.scheduler.adapters.overdue()
+                for answer in late:
+                    self.on_adapter(answer)
+                if late or not idle:
                     return
                 self.executor.check()
                 self.expect(self.config.parallel.watchdog_seconds, 2 * HEARTBEAT_SECONDS)
@@ -333,11 +343,20 @@ class EngineCore:
                 requests = (*(each.core_request for each in self.scheduler.requests.values()), *self.compiling.values())
                 self.abort([request.request_id for request in requests if request.client == message.client])
                 self.outputs.pop(message.client, None)  # the process that they were for has ended
+                for digest, calls in self.preparing.items():
+                    self.preparing[digest] = [call for call in calls if call.client != message.client]
             case Probe():
                 self.probes.append(message)
             case ListRequests(client, call_id):
                 listed = list_requests(message, self.scheduler.requests.values(), self.compiling.values())
                 self.io.send(client, RequestList(call_id, *listed, self.replica, self.incarnation))
+            case PrepareAdapter(adapter=adapter):
+                if (error := self.scheduler.adapters.prepare(adapter)) is None:
+                    self.preparing.setdefault(adapter.digest, []).append(message)
+                else:
+                    self.answer_prepared(message, error)
+            case AdapterPrepared():
+                self.on_adapter(message)
             case StartProfile() | StopProfile():
                 self.profiler.handle(message)
             case StartWave(wave=number):
@@ -367,7 +386,9 @@ class EngineCore:
                 request.media = [*map(keep_open, request.media)]
             except OSError as error:
                 reason = _LOST_MEDIA if isinstance(error, FileNotFoundError) else f"{_UNREADABLE}: {error.strerror}"
-                rejection = EngineCoreOutput(request.request_id, [], finish_reason="error", error=reason)
+                rejection = EngineCoreOutput(
+                    request.request_id, [], finish_reason="error", error=reason, is_unavailable=True
+                )
             else:
                 rejection = self.scheduler.add(request, grammar)
         if rejection is not None:
@@ -402,6 +423,18 @@ class EngineCore:
             ended = self.scheduler.abort(request_id)
             if ended is not None:
                 self.add_output(ended[0].client, ended[1])
+
+    def on_adapter(self, answer: AdapterPrepared) -> None:
+        """End the requests with an adapter that a rank cannot use, and answer the calls if all ranks have answered."""
+        error, ended = self.scheduler.on_adapter(answer)
+        for request, output in ended:
+            self.add_output(request.client, output)
+        if error is not None:
+            for call in self.preparing.pop(answer.digest, ()):
+                self.answer_prepared(call, error)
+
+    def answer_prepared(self, call: PrepareAdapter, error: str) -> None:
+        self.io.send(call.client, PreparedAdapter(call.call_id, error, self.replica, self.incarnation))
 
     def add_output(self, client: int, output: EngineCoreOutput) -> None:
         self.outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
@@ -479,6 +512,7 @@ def serve(args: CoreArgs, connection: SupervisorConnection, imports: float) -> i
         executor = factory.start(config, args.log_level, on_end=lambda: io.inbox.put(RankEnded()))
         core = EngineCore(executor.config, executor, io, incarnation=args.incarnation, expect=heartbeats.expect)
         executor.on_trace = core.profiler.send_piece
+        executor.on_adapter = io.inbox.put
         gc.collect()
         gc.freeze()
         seconds = {

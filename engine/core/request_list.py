@@ -24,6 +24,7 @@ def list_requests(
 def _info(given: EngineCoreRequest, request: Request | None) -> RequestInfo:
     num_prompt_tokens, limit = len(given.prompt_token_ids), given.params.max_tokens
     info = RequestInfo(given.request_id, given.label, given.arrived, "waiting", num_prompt_tokens, max_tokens=limit)
+    info.adapter = b"" if given.adapter is None else given.adapter.digest
     if request is not None:
         info.phase = request.phase
         info.num_cached_tokens = request.num_cached_tokens or 0

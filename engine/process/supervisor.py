@@ -7,12 +7,14 @@ supervisor."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import pickle
 import selectors
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -28,6 +30,8 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.engine.protocol.supervision import (
+    AdapterSeen,
+    ChangeAdapter,
     Drained,
     Failed,
     FromProcess,
@@ -35,6 +39,7 @@ from quire.engine.protocol.supervision import (
     Ready,
     Resize,
     SetLogLevel,
+    Shutdown,
     ToProcess,
 )
 
@@ -48,6 +53,10 @@ _LOADING_EXIT_SECONDS = 1.0
 """The same for a process that is still starting, which has nothing to finish."""
 _START_FACTOR = 12.0
 """A process that starts may be silent for this many times the usual limit: imports and loading block heartbeats."""
+
+_READ_BYTES = 2**18
+_HEADER = struct.Struct("!i")
+"""The size of a message, as `multiprocessing.connection` sends it."""
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +132,6 @@ class SupervisorConnection:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._connection, selectors.EVENT_WRITE)
 
-    def fileno(self) -> int:
-        """Return the file descriptor, for readers that wait on an event loop."""
-        return self._connection.fileno()
-
     def receive_args(self) -> Any:
         """Return the first message, the arguments of the process, which exits if the supervisor exits before."""
         try:
@@ -142,6 +147,22 @@ class SupervisorConnection:
             raise EOFError from None
         return message
 
+    def listen(self, on_message: Callable[[ToProcess], None]) -> None:
+        """Call `on_message` on the running event loop for each message, and with `Shutdown` if the supervisor exits.
+
+        A thread reads all the time, so that neither side waits for the other to read before it sends.
+        """
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                with contextlib.suppress(EOFError):
+                    while True:
+                        loop.call_soon_threadsafe(on_message, self.receive())
+                loop.call_soon_threadsafe(on_message, Shutdown())
+
+        threading.Thread(target=read, daemon=True, name="supervisor").start()
+
     def send(self, message: FromProcess) -> None:
         """Send a message; dropped if the supervisor has exited."""
         with self._sending, contextlib.suppress(OSError):
@@ -153,6 +174,45 @@ class SupervisorConnection:
             self.send(Heartbeat())
 
 
+class _Frames:
+    """The supervisor's end of a connection: messages of any size, and no waiting for the process."""
+
+    def __init__(self, connection: Connection[bytes, bytes]) -> None:
+        self._fd = connection.fileno()
+        os.set_blocking(self._fd, False)
+        self._received, self.unsent = bytearray(), bytearray()
+
+    def send(self, message: bytes) -> None:
+        """Send a message, or as much of it as the process takes now. Raises `OSError`."""
+        self.unsent += _HEADER.pack(len(message)) + message
+        self.flush()
+
+    def flush(self) -> None:
+        """Send more of what is left. Raises `OSError`."""
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                del self.unsent[: os.write(self._fd, self.unsent)]
+
+    def receive(self) -> list[bytes]:
+        """Read what has arrived, and return the messages that are complete. Raises `EOFError` and `OSError`."""
+        try:
+            chunk = os.read(self._fd, _READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not chunk:
+            raise EOFError
+        self._received += chunk
+        found, at = list[bytes](), 0
+        while len(self._received) >= (start := at + _HEADER.size):
+            end = start + _HEADER.unpack_from(self._received, at)[0]
+            if len(self._received) < end:
+                break
+            found.append(bytes(self._received[start:end]))
+            at = end
+        del self._received[:at]
+        return found
+
+
 class SupervisedProcess(ABC):
     """A process that a supervisor keeps running. Subclasses decide what happens when it is ready and when it dies."""
 
@@ -160,6 +220,8 @@ class SupervisedProcess(ABC):
         """`name` is the subject of log messages."""
         self.name = name
         self.process: Process | None = None
+        self.frames: _Frames | None = None
+        """The connection of the present process, as long as it is open."""
         self.is_ready = False
         """Whether the present process has reported that it is ready."""
         self.failure: Failed | None = None
@@ -183,15 +245,15 @@ class SupervisedProcess(ABC):
     def on_exit(self, failure: Failed) -> float | None:
         """Handle the exit of the process; returns the seconds after which to start it again, None: never."""
 
-    def on_message(self, message: Drained | Resize | SetLogLevel) -> None:
+    def on_message(self, message: Drained | Resize | SetLogLevel | ChangeAdapter | AdapterSeen) -> None:
         """Handle a message that only API processes send."""
         raise AssertionError(message)
 
     def send(self, message: ToProcess) -> None:
         """Send a message; dropped if the process is not running."""
-        if self.process is not None:
+        if self.frames is not None:
             with contextlib.suppress(OSError):
-                self.process.connection.send_bytes(msgspec.msgpack.encode(message))
+                self.frames.send(msgspec.msgpack.encode(message))
 
 
 class Supervisor:
@@ -254,10 +316,18 @@ class Supervisor:
                 each.kill_at = min(each.kill_at, time.monotonic() + seconds)
 
     def _step(self) -> None:
-        for key, _ in self._selector.select(_TICK_SECONDS):
+        for each in self._all:
+            if each.process is not None and each.frames is not None:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if each.frames.unsent else 0)
+                self._selector.modify(each.process.connection, events, each)
+        for key, events in self._selector.select(_TICK_SECONDS):
             if key.data is None:
                 os.eventfd_read(self._wake)
-            else:
+                continue
+            if events & selectors.EVENT_WRITE:
+                with contextlib.suppress(OSError):  # it has exited
+                    key.data.frames.flush()
+            if events & selectors.EVENT_READ:
                 self._receive(key.data)
         with contextlib.suppress(Empty):
             while True:
@@ -279,27 +349,34 @@ class Supervisor:
         except OSError as error:
             self._exit(each, Failed(f"{each.name} cannot start: {error}"))
         else:
+            each.frames = _Frames(each.process.connection)
             self._selector.register(each.process.connection, selectors.EVENT_READ, each)
 
     def _receive(self, each: SupervisedProcess) -> None:
-        assert each.process is not None
+        assert each.frames is not None
         try:
-            message = self._decode(each.process.connection.recv_bytes())
+            messages = each.frames.receive()
         except (EOFError, OSError):
-            self._selector.unregister(each.process.connection)
-            each.process.connection.close()
+            self._disconnect(each)
             each.kill_at = min(each.kill_at, time.monotonic() + _EXIT_SECONDS)
             return
         each.last_heard = time.monotonic()
-        match message:
-            case Ready():
-                each.is_ready = True
-                each.on_ready(message)
-            case Failed():
-                each.failure = message
-                each.kill_at = min(each.kill_at, time.monotonic() + _EXIT_SECONDS)
-            case Drained() | Resize() | SetLogLevel():
-                each.on_message(message)
+        for message in map(self._decode, messages):
+            match message:
+                case Ready():
+                    each.is_ready = True
+                    each.on_ready(message)
+                case Failed():
+                    each.failure = message
+                    each.kill_at = min(each.kill_at, time.monotonic() + _EXIT_SECONDS)
+                case Drained() | Resize() | SetLogLevel() | ChangeAdapter() | AdapterSeen():
+                    each.on_message(message)
+
+    def _disconnect(self, each: SupervisedProcess) -> None:
+        assert each.process is not None
+        self._selector.unregister(each.process.connection)
+        each.process.connection.close()
+        each.frames = None
 
     def _check(self, each: SupervisedProcess, now: float) -> None:
         if each.process is None:
@@ -319,11 +396,10 @@ class Supervisor:
             each.process.kill()
         if (code := each.process.poll()) is None:
             return
-        while not each.process.connection.closed and each.process.connection.poll(0):
+        while each.frames is not None and each.process.connection.poll(0):
             self._receive(each)
-        if not each.process.connection.closed:
-            self._selector.unregister(each.process.connection)
-            each.process.connection.close()
+        if each.frames is not None:
+            self._disconnect(each)
         each.process.kill_session()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         self._exit(each, each.failure or Failed(f"{each.name} {how}"))

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.profile import (
@@ -50,6 +51,10 @@ class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
     """Time of arrival at the API process, on the monotonic clock of its host, for lists of requests."""
     media: list[MediaItem] = []
     """Images and videos, by offset."""
+    adapter: AdapterRef | None = None
+    """None: the base model answers."""
+    adapter_start: int = 0
+    """The first token that the adapter changes: until there, everything is as without it."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True):
@@ -82,6 +87,14 @@ class ListRequests(msgspec.Struct, tag=True, array_like=True):
         return self.label in (None, request.label) and self.part in request.request_id
 
 
+class PrepareAdapter(msgspec.Struct, tag=True, array_like=True):
+    """Read an adapter into the memory of all ranks. Answered with `PreparedAdapter` when all have it, or one cannot."""
+
+    client: int
+    call_id: int
+    adapter: AdapterRef
+
+
 class Join(msgspec.Struct, tag=True, array_like=True):
     """An API process has started: abort the requests of its predecessor."""
 
@@ -106,6 +119,7 @@ ToCore = (
     | AbortRequests
     | Probe
     | ListRequests
+    | PrepareAdapter
     | Join
     | StartWave
     | ReplicaFailed
@@ -141,6 +155,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     num_rejected_tokens: int = 0
     is_invalid: bool = False
     """With `error`: the request itself is its cause, such as a grammar that allows no next token."""
+    is_unavailable: bool = False
+    """With `error`: its cause passes, so the request may be sent again."""
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
@@ -192,6 +208,8 @@ class RequestInfo(msgspec.Struct, array_like=True):
     num_output_tokens: int = 0
     max_tokens: int | None = None
     """The longest output; None: it is not known yet."""
+    adapter: bytes = b""
+    """Its adapter's digest; empty: it has none."""
 
 
 class RequestList(msgspec.Struct, tag=True, array_like=True):
@@ -206,4 +224,14 @@ class RequestList(msgspec.Struct, tag=True, array_like=True):
     incarnation: int = 0
 
 
-ToServer = EngineCoreOutputs | ProbeReply | RequestList | ProfileReply | ClockReply | TracePiece
+class PreparedAdapter(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `PrepareAdapter`."""
+
+    call_id: int
+    error: str = ""
+    """Why the adapter cannot be used; empty: it can."""
+    replica: int = 0
+    incarnation: int = 0
+
+
+ToServer = EngineCoreOutputs | ProbeReply | RequestList | PreparedAdapter | ProfileReply | ClockReply | TracePiece

@@ -38,6 +38,12 @@ class ModelRunnerOutput(msgspec.Struct, tag=True, array_like=True):
     """Why the step failed; its results are invalid. Steps in flight after it are skipped and report the same reason."""
     encoding_failures: dict[bytes, str] = {}
     """See `EncoderOutput`."""
+    adapter_failures: dict[bytes, str] = {}
+    """By digest, why an adapter that the plan assigns could not be placed, also if the step failed or was skipped. No
+    result of rows with it is valid until its slot is freed, as they run without it; others are. Only a single rank
+    reports this: of several, one that has no memory for an adapter ends, as it does in a step."""
+    has_captured: bool = False
+    """Whether a step was captured in this one (CUDA graphs, op replay), which thus took longer than such a step."""
 
 
 class EncoderOutput(msgspec.Struct, tag=True, array_like=True):

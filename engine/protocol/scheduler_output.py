@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.engine.protocol.adapters import NO_SLOT, AdapterPlan
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.profile import StartProfile, StopProfile
 from quire.engine.protocol.sampling_params import SamplingParams
@@ -32,6 +33,10 @@ class NewRequestData(msgspec.Struct, array_like=True):
     """See `EngineCoreRequest`."""
     media: list[MediaItem] = []
     """Images and videos, by offset, without their data."""
+    adapter_slot: int = NO_SLOT
+    """The device slot of the request's adapter."""
+    adapter_start: int = 0
+    """See `EngineCoreRequest`."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True):
@@ -109,11 +114,17 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """Maximum drafts to make for each row that samples without a mask, at the end of this step, by a drafter that is a
     model; 0: it only computes its own KV of the rows' tokens; None: it does not run."""
     media: MediaPlan | None = None
+    adapters: AdapterPlan | None = None
 
     @property
     def encodes(self) -> bool:
         """Whether the step encodes images or videos."""
         return self.media is not None and bool(self.media.encoded)
+
+    @property
+    def places_adapters(self) -> bool:
+        """Whether the step copies adapters to devices."""
+        return self.adapters is not None and bool(self.adapters.assigned)
 
     """None: nothing changes."""
 

@@ -40,6 +40,11 @@ class EngineStats(msgspec.Struct, array_like=True):
     encoder_cache_hits: int = 0
     """Those of them whose features were known. The others were encoded."""
     encoded_features: int = 0
+    adapters_prepared: int = 0
+    """Adapters in the host's memory of all ranks."""
+    adapters_on_device: int = 0
+    adapter_swaps: int = 0
+    """Adapters copied to devices."""
     iteration_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ITERATION_TOKENS) + 2))
     """Histogram of the tokens of a step, without rejected drafts: the number of steps in each bucket, the last one
     unbounded; then the sum."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.stats import EngineStats
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -53,7 +54,44 @@ class SetLogLevel(msgspec.Struct, tag=True, array_like=True):
     level: LogLevel
 
 
-FromProcess = Heartbeat | Ready | Failed | Drained | Resize | SetLogLevel
+class NamedAdapter(msgspec.Struct, array_like=True, frozen=True):
+    """An adapter that requests may name as their model."""
+
+    name: str
+    path: str
+    """As it was given: a folder, a GGUF file, a Hugging Face repository, or an uploaded file."""
+    created: int
+    """Unix time."""
+    ref: AdapterRef | None = None
+    """None: its weights have not been read yet."""
+    rank: int = 0
+    """The highest of its layers."""
+    invocation_tokens: tuple[int, ...] = ()
+    """See `AdapterSpec`."""
+    parent: str = ""
+    """The name of its base, if it was given."""
+    chat_template: str = ""
+    """Its own; empty: the base's."""
+
+
+class ChangeAdapter(msgspec.Struct, tag=True, array_like=True):
+    """An API process asks for another adapter under a name; answered with `AdapterReply` when all API processes know of
+    it, and if there is none any more, when no request uses it."""
+
+    number: int
+    name: str
+    old: NamedAdapter | None
+    """What the name meant to the process; if it means something else, nothing changes."""
+    new: NamedAdapter | None
+
+
+class AdapterSeen(msgspec.Struct, tag=True, array_like=True):
+    """An API process has handled an `AdapterChanged`."""
+
+    version: int
+
+
+FromProcess = Heartbeat | Ready | Failed | Drained | Resize | SetLogLevel | ChangeAdapter | AdapterSeen
 
 
 class ReplicaStarting(msgspec.Struct, tag=True, array_like=True):
@@ -142,5 +180,21 @@ class Reload(msgspec.Struct, tag=True, array_like=True):
     log_level: LogLevel
 
 
+class AdapterChanged(msgspec.Struct, tag=True, array_like=True):
+    """A name means another adapter, or none; answered with `AdapterSeen`."""
+
+    version: int
+    """The number of the change."""
+    name: str
+    adapter: NamedAdapter | None
+
+
+class AdapterReply(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `ChangeAdapter`."""
+
+    number: int
+    has_changed: bool
+
+
 EngineState = ReplicaStarting | ReplicaUp | ReplicaLost | ReplicaDraining | ReplicaRemoved | EngineFailed
-ToProcess = EngineState | Drain | Shutdown | ResizeReply | SetLogLevel | Reload
+ToProcess = EngineState | Drain | Shutdown | ResizeReply | SetLogLevel | Reload | AdapterChanged | AdapterReply

@@ -58,11 +58,14 @@ def extend_hashes(
     salt: bytes = b"",
     num_groups: int = 1,
     media: Sequence[MediaItem] = (),
+    adapter: bytes = b"",
+    adapter_start: int = 0,
 ) -> None:
     """Append the missing hashes of the chain: one for each full block, over its tokens and all previous tokens.
 
     The chain starts from `salt`, which is empty or as long as a hash, so that chains of different salts never match. A
-    block that overlaps an item of `media` includes the item's digest and place.
+    block that overlaps an item of `media` includes the item's digest and place. The one with token `adapter_start`
+    includes the digest `adapter`, if there is one, and that place: what is before is as without it.
     The first group's hash is the link of the chain; the hash of another group is the link followed by its number.
     """
     while (end := (len(hashes) // num_groups + 1) * block_size) <= len(token_ids):
@@ -73,6 +76,8 @@ def extend_hashes(
             first = bisect_right(media, start, key=_END)
             for item in takewhile(lambda item: item.offset < end, media[first : first + block_size]):
                 content += item.digest + (item.offset - start).to_bytes(8, signed=True)
+        if adapter and end - block_size <= adapter_start < end:
+            content += adapter + (adapter_start - end).to_bytes(8, signed=True)  # longer than what items add
         link = blake2b(parent + content, digest_size=16).digest()
         hashes.append(link)
         if num_groups > 1:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from quire.engine.protocol.adapters import NO_SLOT
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.scheduler.request import Request
 
@@ -83,7 +84,7 @@ class PlanBuilder:
         self._add(request, CachedRequestData(request.slot, count, request.unsent_to_workers, new_blocks))
         request.unsent_to_workers = []
 
-    def add_new(self, request: Request, block_table: list[int]) -> None:
+    def add_new(self, request: Request, block_table: list[int], adapter_slot: int = NO_SLOT) -> None:
         """Send a whole request, before its first row."""
         assert request.slot is not None
         request.unsent_to_workers = []
@@ -101,6 +102,8 @@ class PlanBuilder:
                 num_scored_tokens=request.num_scored_tokens,
                 second_segment=request.core_request.second_segment,
                 media=[msgspec.structs.replace(item, data=None) for item in request.core_request.media],
+                adapter_slot=adapter_slot,
+                adapter_start=request.core_request.adapter_start,
             )
         )
 

@@ -107,13 +107,17 @@ class RequestBlocks:
 
     def _extend_hashes(self, request: Request) -> None:
         known, kv = request.core_request, self.kv
-        salt = known.cache_salt
+        salt, adapter = known.cache_salt, b"" if known.adapter is None else known.adapter.digest
         is_one_run = self._media is not None and self._media.is_one_run(known.media)
         if is_one_run and not request.hashes:  # each block depends on the whole prompt
             parts = [salt, array("q", known.prompt_token_ids).tobytes()]
             parts += [item.digest + item.offset.to_bytes(8) for item in known.media]
+            parts += [adapter + known.adapter_start.to_bytes(8)] * bool(adapter)
             salt = blake2b(b"".join(len(part).to_bytes(8) + part for part in parts), digest_size=16).digest()
-        extend_hashes(request.hashes, request.token_ids, kv.block_size, salt, kv.num_groups, known.media)
+        start = known.adapter_start
+        extend_hashes(
+            request.hashes, request.token_ids, kv.block_size, salt, kv.num_groups, known.media, adapter, start
+        )
 
     def check_integrity(self, running: Sequence[Request], max_row: int) -> None:
         """Assert that the running requests have the blocks that they need, if a row has at most `max_row` tokens."""

@@ -32,6 +32,8 @@ class RequestLimits:
         if (length := len(request.prompt_token_ids)) >= self._max_model_len:
             maximum = self._max_model_len - self._is_pooling
             return f"the prompt has {length} tokens; the maximum model length is {maximum}"
+        if not 0 <= request.adapter_start < length:
+            return f"the adapter starts at token {request.adapter_start}, which is not in the prompt"
         end = 0
         for number, item in enumerate(request.media, 1):
             if reason := self._validate_item(item, end, length):

@@ -102,6 +102,13 @@ class RequestQueue:
         request.share.num_waiting -= 1
         self._count -= 1
 
+    def withdraw(self, request: Request) -> None:
+        """Remove the request that `peek` has returned until it is added again, with the share that it will have."""
+        self.pop(request)
+        request.share.num_requests -= 1
+        if not request.share.num_requests:
+            del self._shares[request.share.key]
+
     def serve(self, request: Request, count: int) -> None:
         """Count scheduled prompt tokens."""
         share = request.share

@@ -21,8 +21,8 @@ While drafts of a model pay, a single stage runs ahead only if all rows can be c
 
 The scheduler coordinates; other objects own the state between its calls: `TokenBudget` decides how many tokens a plan
 contains, `RequestQueue` which request is next, `RunningRequests` which requests have a slot, `RequestBlocks` which
-memory requests have, `EncoderCacheManager` which images are encoded, `PlansInFlight` which results are awaited, and
-`PlanBuilder` which changes the workers receive.
+memory requests have, `EncoderCacheManager` which images are encoded, `AdapterManager` which adapters the workers have,
+`PlansInFlight` which results are awaited, and `PlanBuilder` which changes the workers receive.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from itertools import accumulate, repeat, takewhile
 import msgspec
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import ITERATION_TOKENS, EngineStats
+from quire.engine.scheduler.adapters import AdapterManager
 from quire.engine.scheduler.draft_steps import DraftSteps
 from quire.engine.scheduler.drafts_in_flight import DraftsInFlight
 from quire.engine.scheduler.encoder_cache import EncoderCacheManager
@@ -78,6 +80,7 @@ class Scheduler:
         self.blocks = RequestBlocks(self.kv, self.in_flight, self.drafts_in_flight, media=media)
         self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
         self.encoder_cache = EncoderCacheManager(config, self.in_flight, self.stats)
+        self.adapters = AdapterManager(config, self.stats)
         self.requests: dict[str, Request] = {}
         self.running = RunningRequests(self.config.max_num_seqs)
         self.grammars = GrammarCompiler(config.model)
@@ -98,8 +101,10 @@ class Scheduler:
         """With sliding windows: the requests that the last plan moved forward by more than one token."""
 
     @property
-    def has_requests(self) -> bool:
-        return bool(self.requests)
+    def has_work(self) -> bool:
+        """Whether there may be a plan. Requests whose adapter the workers read wait for these alone."""
+        adapters = self.adapters
+        return bool(self.running) or len(self.waiting) > 0 or adapters.has_startable or adapters.has_changes
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -121,8 +126,13 @@ class Scheduler:
         if core_request.request_id in self.requests:
             in_use = f"request id {core_request.request_id!r} is in use"
             return EngineCoreOutput(core_request.request_id, [], finish_reason="error", error=in_use)
-        if (error := self.limits.validate(core_request)) is not None:
-            return EngineCoreOutput(core_request.request_id, [], finish_reason="error", error=error, is_invalid=True)
+        error, is_invalid = self.limits.validate(core_request) or "", True
+        if core_request.adapter is not None and not error:
+            error, is_invalid = self.adapters.error_of(core_request.adapter)
+        if error:
+            return EngineCoreOutput(
+                core_request.request_id, [], finish_reason="error", error=error, is_invalid=is_invalid
+            )
         params, forced = core_request.params, [] if started is None else started.forced
         if started is not None and started.grammar.is_complete:
             return EngineCoreOutput(core_request.request_id, forced, finish_reason="stop")
@@ -150,8 +160,30 @@ class Scheduler:
             ]
         self.encoder_cache.add(request)
         self.requests[core_request.request_id] = request
-        self.waiting.add(request)
+        if self.adapters.add(request):
+            self.waiting.add(request)
         return None
+
+    def on_adapter(self, answer: AdapterPrepared) -> tuple[str | None, list[tuple[Request, EngineCoreOutput]]]:
+        """Process a worker's answer about an adapter; returns as `AdapterManager.on_prepared`, and the requests that
+        end because of it."""
+        error = self.adapters.on_prepared(answer)
+        ended: list[tuple[Request, EngineCoreOutput]] = []
+        if error is not None:
+            for request in self.adapters.requests_of(answer.digest):
+                if not error:
+                    self._queue(request)
+                    continue
+                output = self._end(request, "error")
+                output.error, output.is_invalid = error, answer.is_invalid
+                ended.append((request, output))
+        return error, ended
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request that has waited for its adapter elsewhere."""
+        given = request.core_request
+        request.share = self.waiting.share(given.share, given.weight)
+        self.waiting.add(request)
 
     def abort(self, request_id: str) -> tuple[Request, EngineCoreOutput] | None:
         """Abort a request and free its blocks. Returns None if it has already ended."""
@@ -170,10 +202,12 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.on_finish(request, len(self.running))
         del self.requests[request.request_id]
-        self.waiting.finish(request)
+        if request.slot is not None or self.adapters.is_queued(request):
+            self.waiting.finish(request)
         if request.slot is not None:
             self._remove_from_workers(request)
         self.encoder_cache.finish(request)
+        self.adapters.finish(request)
 
     def _remove_from_workers(self, request: Request) -> None:
         """Free a running request's slot and blocks; only its tokens are kept."""
@@ -182,12 +216,15 @@ class Scheduler:
         self.drafts_in_flight.pop(request, None)
         self.blocks.free(request)
         self.encoder_cache.release(request)
+        self.adapters.stop(request)
         request.num_computed_tokens = request.num_accepted = request.decode_until = 0
 
     # --- plans ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next plan, or None if nothing can run until a plan in flight has finished."""
+        for request in self.adapters.take_startable():
+            self._queue(request)
         if self._awaits_drafts():
             return self._chain()
         self._next_victim = None
@@ -243,7 +280,7 @@ class Scheduler:
         self._schedule_chunks(plan, chunks, limits)
         self._admit(plan, limits)
 
-        if plan.num_rows or self.encoder_cache.has_planned:
+        if plan.num_rows or self.encoder_cache.has_planned or self.adapters.has_changes:
             work = self.encoder_cache.planned_work
             output, rows = self._finish_plan(plan)
             self.token_budget.on_scheduled(output, rows, num_decodes, context, work)
@@ -263,6 +300,7 @@ class Scheduler:
             self.draft_steps.ask(plan, self.speculation, num_reserved, has_time=has_time)
         output, rows = plan.finish()
         output.freed_slots, output.media = self.running.take_freed_slots(), self.encoder_cache.take_plan()
+        output.adapters = self.adapters.take_plan()
         self.in_flight.add(output, rows)
         self.stats.steps += 1
         return output, rows
@@ -420,9 +458,13 @@ class Scheduler:
         return True
 
     def _first_waiting(self) -> Request | None:
-        """Return the waiting request to admit next."""
+        """Return the waiting request to admit next; those before it that wait for an adapter leave the queue."""
         # If blocks are scarce, nobody knows for how many requests they suffice: the lowest load goes first.
-        return self.waiting.peek(0 if self._is_blocked else self.config.max_num_seqs)
+        num_places = 0 if self._is_blocked else self.config.max_num_seqs
+        while (request := self.waiting.peek(num_places)) is not None and not self.adapters.can_start(request):
+            self.waiting.withdraw(request)
+            self.adapters.wait(request)
+        return request
 
     def _admit(self, plan: PlanBuilder, limits: PlanLimits, at_most: int | None = None) -> None:
         """Admit waiting requests, and schedule their first chunks."""
@@ -432,7 +474,7 @@ class Scheduler:
             request = self._first_waiting()
             if request is None or not self._start(plan, request, limits):
                 break
-            plan.add_new(request, self.kv.block_table(request.block_ids))
+            plan.add_new(request, self.kv.block_table(request.block_ids), self.adapters.slot_of(request))
             self._schedule_chunk(plan, request, self._chunk_size(plan, request, limits))
 
     def _find_prefix(self, request: Request) -> list[int] | None:
@@ -451,6 +493,7 @@ class Scheduler:
             return False
         self.waiting.pop(request)
         self.blocks.start(request, prefix)
+        self.adapters.start(request)
         request.num_drafter_tokens = request.num_computed_tokens  # whoever has filled these blocks
         self.running.start(request)
         if request.num_cached_tokens is None:
@@ -509,6 +552,8 @@ class Scheduler:
         """Process the sampled tokens of a plan; returns the new outputs by API process."""
         assert plan.step == result.step, f"result of step {result.step} for plan {plan.step}"
         rows, outputs, num_accepted = self.in_flight.rows[plan.step], OutputsByClient(), self.stats.num_accepted_tokens
+        if result.adapter_failures:
+            self._end_adapted(result.adapter_failures, outputs)
         if result.failure:
             self._fail(plan, result.failure, outputs)
         if result.encoding_failures:
@@ -609,6 +654,21 @@ class Scheduler:
             self.kv.unpublish(request.hashes[self.kv.num_full_blocks(item.offset) :])
         self.encoder_cache.drop(failures)
 
+    def _end_adapted(self, failures: dict[bytes, str], outputs: OutputsByClient) -> None:
+        """End the requests with adapters that could not be placed. What their rows in flight compute is wrong, also for
+        those that have been aborted; no other request can have used it: the hashes of such blocks include the adapter.
+        """
+        for digest, reason in failures.items():
+            for request in self.adapters.requests_of(digest):
+                output = self._end(request, "error")
+                output.error = reason
+                outputs.add(request, output)
+            self.adapters.on_failed(digest)
+        for request in {request for rows in self.in_flight.rows.values() for request in rows}:
+            adapter = request.core_request.adapter
+            if adapter is not None and adapter.digest in failures:
+                self.kv.unpublish(request.hashes)
+
     def _verify(
         self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs | None], num_made: int
     ) -> EngineCoreOutput:
@@ -667,9 +727,10 @@ class Scheduler:
     def snapshot(self) -> EngineStats:
         """Return the counters and the updated gauges."""
         self.stats.running = len(self.running)
-        self.stats.waiting = len(self.waiting)
+        self.stats.waiting = len(self.requests) - len(self.running)
         self.stats.prefilling = len(self.running.prefilling)
         self.stats.kv_blocks_used = self.kv.num_blocks - self.kv.num_free_blocks
+        self.adapters.count()
         return self.stats
 
     def check_integrity(self) -> None:
@@ -681,7 +742,9 @@ class Scheduler:
         drafted = self.drafts_in_flight
         drafted.check_integrity(len(self.in_flight))
         waiting = self.waiting.check_integrity(self.running)
-        assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
+        unqueued = self.adapters.check_integrity(self.running, self.requests.values())
+        requests = [id(r) for r in (*self.running, *waiting, *unqueued)]
+        assert sorted(requests) == sorted(id(r) for r in self.requests.values())
         self.running.check_integrity(self.structured_output, drafted)
         self.encoder_cache.check_integrity(self.running)
         for request in self.running:
@@ -689,4 +752,5 @@ class Scheduler:
             assert least < len(request.token_ids) + self.config.depth
             assert max(request.num_computed_tokens + 1, len(request.token_ids)) <= request.max_tokens
         assert all(r.num_scored_tokens < r.num_prompt_tokens for r in self.requests.values())
-        assert all(r.slot is None and not r.block_ids and not r.num_computed_tokens for r in waiting)
+        queued = (*waiting, *unqueued)
+        assert all(r.slot is None and not r.block_ids and not r.num_computed_tokens for r in queued)

@@ -161,9 +161,9 @@ class TokenBudget:
         if a grammar forces some).
 
         Not of one without rows, which does not wait for a GPU. Not of one with drafts, which cost less than the tokens
-        of prompts, or after which some are made.
+        of prompts, or after which some are made. Not of one that copies adapters to devices.
         """
-        if self.step_time is None or not rows or plan.num_drafts or plan.num_draft_tokens:
+        if self.step_time is None or not rows or plan.num_drafts or plan.num_draft_tokens or plan.places_adapters:
             return
         prompt_context = 0.0
         chunks = plan.scheduled[decodes - len(plan.decodes) :]

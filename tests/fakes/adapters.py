@@ -46,11 +46,16 @@ def content(shape: tuple[int, ...], dtype: str = "F32", seed: int = 1) -> bytes:
 
 
 def write_adapter(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any] = SETTINGS, *, dtype: str = "F32"
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    settings: Mapping[str, Any] = SETTINGS,
+    *,
+    dtype: str = "F32",
+    seed: int = 0,
 ) -> Path:
-    """A PEFT folder with tensors of these shapes."""
+    """A PEFT folder with tensors of these shapes, which differ between seeds."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: (dtype, shape, content(shape, dtype, len(name))) for name, shape in shapes.items()}
+    tensors = {name: (dtype, shape, content(shape, dtype, len(name) + seed)) for name, shape in shapes.items()}
     (folder / "adapter_model.safetensors").write_bytes(safetensors(tensors))
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder

@@ -21,6 +21,7 @@ from quire.server.client import engine_manager
 from quire.server.config.server_options import ServerOptions
 from quire.server.http.state import ServedModel
 from quire.server.media.service import media_settings
+from quire.server.serving.adapters import AdapterSettings
 from quire.server.serving.frontend import Frontend
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.inputs import ChatInput
@@ -117,7 +118,10 @@ async def run_server(
         formats=ChatFormats.of(asked),
         max_queue=asked.queue_limit,
         media=media_settings(config, asked),
+        adapters=AdapterSettings.of(asked, names),
     )
+    for adapter in asked.adapters():
+        frontend.adapters.set(adapter.name, adapter)
     listener = socket.create_server(("127.0.0.1", 0))
     # asyncio does so only for sockets that name their protocol; each answer would wait 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -136,7 +140,7 @@ async def run_server(
         if wait:
             await frontend.ready()
         async with (
-            httpx.AsyncClient(base_url=url, verify=TLS) as http,
+            httpx.AsyncClient(base_url=url, verify=TLS, timeout=60) as http,
             openai.AsyncOpenAI(
                 base_url=f"{url}/v1",
                 api_key=api_key or "none",

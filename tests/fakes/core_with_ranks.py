@@ -12,6 +12,7 @@ from quire.engine.config.engine_config import CacheConfig, EngineConfig, Schedul
 from quire.engine.core.engine_core import EngineCore, EngineCoreIO, Inbound
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor
+from quire.engine.protocol.adapters import AdapterPlan, AdapterRef
 from quire.engine.protocol.engine_core import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -82,6 +83,7 @@ class Ranks:
         reported: list[list[int]] | None = None,
         second_segments: list[int] | None = None,
         media: list[list[MediaItem]] | None = None,
+        adapters: list[AdapterRef | None] | None = None,
         num_blocks: int | None = None,
         speculation: SpeculationManager | None = None,
         **settings: Any,
@@ -89,7 +91,8 @@ class Ranks:
         """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`.
 
         `reported` is earlier output of each from another replica; the second text of each pair starts at
-        `second_segments`; `media` are the images and videos of each. `speculation` makes the drafts.
+        `second_segments`; `media` are the images and videos of each, `adapters` their adapters. `speculation`
+        makes the drafts.
         """
         scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
@@ -112,14 +115,20 @@ class Ranks:
                 output_token_ids=reported[i] if reported else [],
                 second_segment=second_segments[i] if second_segments else 0,
                 media=media[i] if media else [],
+                adapter=adapters[i] if adapters else None,
             )
             for i, (prompt, params) in enumerate(requests)
         ]
         wire = CountingWire(submits)
+        self.executor.on_adapter = wire.inbox.put
         core = CheckedCore(config, self.executor, wire)
         core.scheduler.speculation = speculation or core.scheduler.speculation
         core.run()
         self.stats = core.scheduler.snapshot()
+        if adapters and config.lora is not None:  # the next core knows of none
+            plan, digests = core.scheduler.heartbeat(), {each.digest for each in adapters if each is not None}
+            plan.adapters = AdapterPlan(dropped=[*digests], freed=[*range(config.lora.num_slots)])
+            self.executor.submit(plan, 60.0).result()
         assert not core.scheduler.requests
         assert (
             core.scheduler.kv.num_free_blocks == blocks // config.cache.blocks_per_page * config.cache.blocks_per_page

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.engine_core import EngineCore, Inbound
 from quire.engine.executor.base import Executor
+from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.engine_core import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -65,9 +66,11 @@ class Replicas:
     wires: list[LinkedWire]
     cores: list[EngineCore]
 
-    def submit(self, replica: int, request_id: str, prompt: list[int], max_tokens: int) -> None:
+    def submit(
+        self, replica: int, request_id: str, prompt: list[int], max_tokens: int, adapter: AdapterRef | None = None
+    ) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.wires[replica].inbox.put(EngineCoreRequest(0, request_id, prompt, params))
+        self.wires[replica].inbox.put(EngineCoreRequest(0, request_id, prompt, params, adapter=adapter))
 
     def probe(self, replica: int) -> None:
         wire = self.wires[replica]
@@ -85,6 +88,7 @@ def serving(
     cores, failures = [], []
     for replica, (wire, executor) in enumerate(zip(wires, executors, strict=True)):
         wire.wires = wires
+        executor.on_adapter = wire.inbox.put
         parallel = replace(config.parallel, replica=replica)
         cores.append(EngineCore(replace(config, parallel=parallel), executor, wire))  # type: ignore[arg-type]
 

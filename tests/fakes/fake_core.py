@@ -5,7 +5,8 @@ starts over until `max_tokens`. Special tokens in the prompt (tests.fakes.tokeni
 obeyed. It is a thread (`start`) or a process of its own (`start_process`). The mode `dead` reports a death instead
 of starting, `loading` never gets ready, `stubborn` gets ready and then does nothing, nor does it stop; `lingering`
 reports a death then and does not end; `one at a time` lets the others wait; `slow` takes 10 ms for a step. For a model
-that embeds, the vector of a prompt is `vector` of its tokens.
+that embeds, the vector of a prompt is `vector` of its tokens. With an adapter, an answer begins with `adapter_token`,
+and then with the token from which on the adapter changes the prompt.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ from quire.engine.core.heartbeats import PULSE_SECONDS
 from quire.engine.core.launch import CoreArgs
 from quire.engine.process import supervisor
 from quire.engine.process.trace import Event, compress, process_id
+from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
@@ -38,6 +41,8 @@ from quire.engine.protocol.engine_core import (
     FinishReason,
     Join,
     ListRequests,
+    PrepareAdapter,
+    PreparedAdapter,
     Probe,
     ProbeReply,
     RequestInfo,
@@ -107,6 +112,11 @@ def start_process(args: CoreArgs, folder: str, mode: str = "") -> supervisor.Pro
     return supervisor.start_process("tests.fakes.fake_core", (args, mode), env={"PYTHONPATH": os.getcwd()})
 
 
+def adapter_token(adapter: AdapterRef) -> int:
+    """The token with which answers by an adapter begin."""
+    return 20 + adapter.digest[0] % 64
+
+
 def vector(tokens: list[int], size: int) -> list[float]:
     """No other prompt's."""
     return [
@@ -138,6 +148,7 @@ class FakeCore:
         self.clients: dict[str, int] = {}
         """The API process of each request."""
         self.asked: dict[str, EngineCoreRequest] = {}
+        self.prepared: list[AdapterRef] = []
         self.reported: set[str] = set()
         """Requests whose first output, with the numbers that stand only there, has been sent."""
         self.stats = EngineStats(kv_blocks=100)
@@ -187,6 +198,10 @@ class FakeCore:
                 ]
                 if not self.is_mute:
                     self.send(client, RequestList(call_id, infos, len(found), self.replica, self.incarnation))
+            case PrepareAdapter(client, call_id, adapter):
+                self.prepared.append(adapter)
+                error = "the adapter is bad" if b"bad" in Path(adapter.paths[-1]).name.encode() else ""
+                self.send(client, PreparedAdapter(call_id, error, self.replica, self.incarnation))
             case ClockPing(client, call_id, incarnation):
                 self.send(client, ClockReply(call_id, self.replica, incarnation, time.time_ns()))
             case StartProfile() | StopProfile():
@@ -247,7 +262,9 @@ class FakeCore:
         prompt, params = request.prompt_token_ids, request.params
         room = MAX_MODEL_LEN - len(prompt)
         limit = min(params.max_tokens or room, room)
-        script = [token for token in prompt if token > MUTE] + [EOS]
+        script = [token for token in prompt[request.adapter_start :] if token > MUTE] + [EOS]
+        if request.adapter is not None:
+            script.insert(0, adapter_token(request.adapter))
         tokens = itertools.cycle(script[:-1]) if params.ignore_eos else iter(script)
         for command in (token for token in prompt if DIE <= token <= MUTE):
             yield from self.obey(command, request.request_id)

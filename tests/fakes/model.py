@@ -15,6 +15,7 @@ from itertools import zip_longest
 
 from quire.engine.architecture.media_spec import TowerSpec
 from quire.engine.config.engine_config import KVCacheGroup
+from quire.engine.protocol.adapters import NO_SLOT, AdapterPlan, AdapterRef
 from quire.engine.protocol.logprobs import PromptLogprobs
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.runner_output import ModelRunnerOutput
@@ -23,6 +24,7 @@ from tests.fakes.outputs import prompt_logprobs
 
 VOCAB = 97
 FAILURE = "out of memory"
+UNPLACED = "cannot be placed"
 DAMAGED = "cannot be encoded"
 
 
@@ -44,6 +46,14 @@ def with_features(prompt: Sequence[int], media: Sequence[MediaItem]) -> list[int
     return tokens
 
 
+def with_adapter(prompt: Sequence[int], adapter: bytes, start: int) -> list[int]:
+    """The prompt as the model sees it: the first token that the adapter changes is another one, on which all later ones
+    depend."""
+    tokens = list(prompt)
+    tokens[start] += VOCAB * (1 + int.from_bytes(adapter[:4]))
+    return tokens
+
+
 @dataclass
 class Row:
     tokens: list[int]
@@ -62,6 +72,8 @@ class Row:
     """The drafts that were made at the end of the last step."""
     last_step: int = -1
     media: Sequence[MediaItem] = ()
+    adapter: tuple[int, bytes] | None = None
+    """The adapter's slot and digest."""
     joined: tuple[int, ...] = ()
     """The prompt, whose tokens attend to each other in both directions; empty: they do not."""
     histories: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -98,6 +110,14 @@ class FakeModel:
     """By digest: how many features of an item it keeps."""
     parts: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     """By digest: how many features an item has whose first steps have run, and the number of these."""
+    adapters: dict[bytes, AdapterRef] = field(default_factory=dict)
+    """The adapters that it reads, or has in the host's memory."""
+    asked: list[AdapterRef] = field(default_factory=list)
+    """All that it has been asked to read, for the test to answer for."""
+    adapter_slots: dict[int, bytes] = field(default_factory=dict)
+    """The adapters on the device."""
+    has_room: Callable[[bytes], bool] = lambda digest: True
+    """Whether there is memory on the device for an adapter."""
     rows: dict[int, Row] = field(default_factory=dict)
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     """(number of the token before, or of the group for the first; token) → number: it stands for all tokens so far."""
@@ -120,27 +140,33 @@ class FakeModel:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self.plans.append(plan)
         assert plan.num_tokens <= self.max_tokens
-        self._apply(plan)
+        unplaced = self._apply(plan)
         assert self.is_skipping or not plan.clears_failure
         self.is_skipping = self.is_skipping and not plan.clears_failure
         failures = dict[bytes, str]()
         if not self.is_skipping and plan.media is not None:
             self.computed[plan.step] = self._encode(plan.media, failures)  # a step that fails may have got so far
-        self.is_skipping = self.is_skipping or self.fails(plan)
+        if not self.is_skipping and self.fails(plan):
+            self.is_skipping = True
         if self.is_skipping:
-            return ModelRunnerOutput(plan.step, [], failure=FAILURE)
+            return ModelRunnerOutput(plan.step, [], failure=FAILURE, adapter_failures=unplaced)
         result = self._run(plan)
-        result.encoding_failures = failures
+        result.encoding_failures, result.adapter_failures = failures, unplaced
         return result
 
-    def _apply(self, plan: SchedulerOutput) -> None:
+    def _apply(self, plan: SchedulerOutput) -> dict[bytes, str]:
+        """Returns the adapters that cannot be placed."""
         for slot in plan.freed_slots:
             del self.rows[slot]
+        unplaced = {} if plan.adapters is None else self._change_adapters(plan.adapters)
         for new in plan.new:
             assert new.slot not in self.rows
             assert all(item.data is None for item in new.media)
             tokens = with_features(new.token_ids, [item for item in new.media if item.digest not in self.damaged])
             row = Row(tokens, list(new.block_ids), new.num_computed_tokens, media=new.media)
+            if new.adapter_slot != NO_SLOT and new.adapter_slot in self.adapter_slots:
+                row.adapter = new.adapter_slot, self.adapter_slots[new.adapter_slot]
+                row.tokens = with_adapter(tokens, row.adapter[1], new.adapter_start)
             if self.joins_prompt and new.media:
                 row.joined = tuple(tokens[: new.num_prompt_tokens])
             if new.params.prompt_logprobs is not None:
@@ -150,6 +176,23 @@ class FakeModel:
         for digest in () if plan.media is None else plan.media.freed:
             self.features.pop(digest, None)
             self.parts.pop(digest, None)
+        return unplaced
+
+    def _change_adapters(self, plan: AdapterPlan) -> dict[bytes, str]:
+        for digest in plan.dropped:
+            del self.adapters[digest]
+        for adapter in plan.prepared:
+            assert adapter.digest not in self.adapters, "it is read again"
+            self.adapters[adapter.digest] = adapter
+            self.asked.append(adapter)
+        for slot in plan.freed:
+            self.adapter_slots.pop(slot, None)
+        for slot, digest in plan.assigned:
+            assert slot not in self.adapter_slots
+            assert digest in self.adapters, "it is not prepared"
+            if self.has_room(digest):
+                self.adapter_slots[slot] = digest
+        return {digest: UNPLACED for slot, digest in plan.assigned if slot not in self.adapter_slots}
 
     def _encode(self, media: MediaPlan, failures: dict[bytes, str]) -> float:
         computed = 0.0
@@ -239,6 +282,7 @@ class FakeModel:
 
     def _write(self, scheduled: CachedRequestData) -> None:
         row = self.rows[scheduled.slot]
+        assert row.adapter is None or self.adapter_slots[row.adapter[0]] == row.adapter[1], "another adapter"
         row.computed += scheduled.num_accepted
         row.tokens += scheduled.new_token_ids
         row.drafts = scheduled.draft_token_ids

@@ -13,6 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import model_runner
@@ -23,6 +24,7 @@ from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.draft_heads import HEAD, Reference, write_eagle, write_eagle3, write_mtp, write_v4_mtp
 from tests.fakes.drafts import Always, Recording, RecordingMixed
 from tests.fakes.families import write, write_renamed
+from tests.fakes.lora import write_lora
 from tests.fakes.model_logits import configure
 from tests.fakes.threads import ThreadExecutor
 from tests.integration.engine.core.test_draft_models import NoSizesFromData
@@ -119,6 +121,22 @@ def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_p
         assert len(mixed.made) > 3
         for known, made in recording.made[::2] + mixed.made:  # the oracle computes each from the whole text
             assert made == reference.drafts(known, len(made))
+
+
+def test_the_heads_of_the_base_draft_for_adapters(tmp_path: Path) -> None:
+    """Their tokens, and those of the base beside them, are as without drafts."""
+    write_mtp("MiMo", tmp_path)
+    config = configured(tmp_path, "MTP, MiMo", enable_lora=True, max_loras=2)
+    tensors = checkpoint_tensors(config.model.architecture, has_head=True)
+    names = [name for name in tensors if name.endswith("_proj.weight")]
+    adapters = [None, *(write_lora(tmp_path / str(seed), config.model, names, seed, size=0.15) for seed in range(2))]
+    requests = [(PROMPTS[0], GREEDY), (PROMPTS[1], GREEDY)] * 3
+    of_requests = [each for each in adapters for _ in range(2)]
+    with Ranks(config) as ranks:
+        expected = ranks.tokens(requests, adapters=of_requests, speculative=None)
+        assert ranks.tokens(requests, adapters=of_requests, speculation=Always(3, 64)) == expected
+        assert ranks.stats.num_draft_tokens > 30
+    assert len({str(each) for each in expected}) == len(requests)
 
 
 @pytest.mark.parametrize(("case", "most"), [("MTP, MiMo-V2-Flash", 1), ("MTP, Step 3.5", 2)])

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from quire.engine.architecture.feed_forward_spec import MLPSpec
 from quire.engine.architecture.media_spec import MediaSpec, TowerSpec, TransformersTowerSpec
-from quire.engine.architecture.spec_parts import Parameters, linear
+from quire.engine.architecture.spec_parts import NormSpec, Parameters, linear
+from quire.engine.architecture.tower_spec import GridTowerSpec, MergerSpec, PatchSpec, tower_layer
 from quire.engine.config import model_config
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.media_config import is_text_only
@@ -19,7 +21,7 @@ from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import resolve
 from quire.engine.config.speculative_config import drafter_options
 from quire.engine.protocol.errors import ConfigError
-from tests.unit.engine.config.test_resolve import folder, options
+from tests.unit.engine.config.test_resolve import folder, on_a_gpu, options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,3 +165,32 @@ def test_memory_for_features_and_for_the_tower_is_the_first_stages(tmp_path: Pat
     size = format_bytes(features + activations - workspace)
     text = f"the tower for images and videos, and {size} per rank for its activations and the 1,000 features"
     assert text in plan_text(small)
+
+
+def test_towers_are_captured_for_pictures_that_take_no_longer_than_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs, if they consist of layers of one kind; the first stage has memory for it."""
+
+    def tower(width: int, inner: int) -> MediaSpec:
+        norm, feed_forward = NormSpec(eps=1e-6), MLPSpec(intermediate_size=inner, activation="gelu", is_gated=False)
+        merger = MergerSpec(width=width, merged=4, output=256, inner=4 * width, norm=norm)
+        layers = (tower_layer(width, 16, feed_forward, norm),) * 24
+        patch = PatchSpec(shape=(3, 2, 16, 16))
+        spec = GridTowerSpec(hidden_size=256, width=width, patch=patch, layers=layers, merge=2, merger=merger)
+        return replace(SPEC, tower=spec)
+
+    assert resolved(tmp_path, tower(1024, 4096)).graphs.tower_sizes == ()
+    on_a_gpu(monkeypatch, 80 << 30)
+    large = resolved(tmp_path, tower(1024, 4096), device="cuda", pipeline_parallel_size=2)
+    assert large.graphs.tower_sizes == (256, 384, 512, 768, 1024, 1536, 2048)
+    assert resolved(tmp_path, tower(1280, 5120), device="cuda").graphs.tower_sizes[-1] == 1024
+    assert resolved(tmp_path, tower(3200, 12800), device="cuda").graphs.tower_sizes == ()
+    assert resolved(tmp_path, device="cuda").graphs.tower_sizes == ()
+    eager = resolved(tmp_path, tower(1024, 4096), device="cuda", pipeline_parallel_size=2, enforce_eager=True)
+    assert eager.graphs.tower_sizes == ()
+    first, second = (
+        more - less for more, less in zip(MemoryPlan.of(large).media, MemoryPlan.of(eager).media, strict=True)
+    )
+    assert 7 * 24 * (256 << 10) + 2048 * 4096 * 2 < first < 200 << 20
+    assert second == 0

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig, LoraConfig
 from quire.engine.core import engine_core as cores
 from quire.engine.core.engine_core import EngineCore, root_cause
 from quire.engine.executor.base import Executor, WorkerError
+from quire.engine.protocol.adapters import AdapterPrepared, AdapterRef
 from quire.engine.protocol.engine_core import ReplicaFailed
 from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
@@ -22,7 +23,7 @@ from quire.engine.protocol.stats import RankStats
 from quire.engine.protocol.supervision import LogLevel, Reload, Shutdown
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
-from tests.fakes.model import FakeModel
+from tests.fakes.model import FakeModel, with_adapter
 from tests.unit.engine.scheduler.test_scheduler import continuation
 
 
@@ -75,9 +76,13 @@ class MeetingExecutor:
 
     def __post_init__(self) -> None:
         self.on_trace: Callable[[TracePiece], None] = lambda piece: None
+        self.on_adapter: Callable[[AdapterPrepared], None] = lambda prepared: None
 
     def submit(self, plan: SchedulerOutput, limit: float) -> Step:
         self.meeting.join(self.replica, plan)
+        for adapter in () if plan.adapters is None else plan.adapters.prepared:
+            for rank in range(self.config.parallel.world_size):
+                self.on_adapter(AdapterPrepared(adapter.digest, rank, 1, 1))
         return Step(self.meeting, self.model.execute(plan))
 
     def check(self) -> None:
@@ -109,6 +114,7 @@ def running(replicas: int, stages: int, depth: int) -> Iterator[Met]:
     """The cores, which all end by themselves, with nothing under way, once they are to stop."""
     config = engine_config(stages=stages, depth=depth)
     config = replace(config, parallel=replace(config.parallel, replicas=replicas, experts=ExpertParallelConfig()))
+    config = replace(config, lora=LoraConfig(num_slots=2, device_bytes=2, host_bytes=9))
     cache, scheduler, meeting = config.cache, config.scheduler, Meeting(replicas)
     executors: list[Executor] = [
         MeetingExecutor(
@@ -146,6 +152,17 @@ def test_requests_at_any_replica_are_answered_and_then_all_sleep(replicas: int, 
         assert len(set(steps)) == 1
         waited.wait(0.05)
         assert them.steps() == steps, "somebody steps in its sleep"
+
+
+@pytest.mark.parametrize(("stages", "depth"), [(1, 2), (2, 2)])
+def test_each_replica_has_adapters_of_its_own(stages: int, depth: int) -> None:
+    """The replica sleeps while its ranks read, and then wakes the others."""
+    adapters = [AdapterRef(bytes([name]) * 32, ("a",)) for name in (1, 2)]
+    with running(2, stages, depth) as them:
+        for number, adapter in enumerate(adapters):
+            them.submit(number, "a", [1, 2, 3], 5, adapter)
+        for number, adapter in enumerate(adapters):
+            assert them.wires[number].answer("a") == continuation(with_adapter([1, 2, 3], adapter.digest, 0), 5)
 
 
 def test_a_probe_runs_a_step_on_all_replicas() -> None:

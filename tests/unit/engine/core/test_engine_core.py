@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from quire.engine.config.engine_config import LoraConfig
+from quire.engine.core import engine_core, media_files
 from quire.engine.core.engine_core import EngineCore, GrammarCompiled, Inbound, RankEnded
 from quire.engine.core.media_files import keep_open
 from quire.engine.executor.base import WorkerError
 from quire.engine.process import log
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS
+from quire.engine.protocol.adapters import AdapterPlan, AdapterPrepared, AdapterRef
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
@@ -25,6 +31,8 @@ from quire.engine.protocol.engine_core import (
     Join,
     ListRequests,
     Phase,
+    PrepareAdapter,
+    PreparedAdapter,
     Probe,
     ProbeReply,
     RequestInfo,
@@ -39,7 +47,9 @@ from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutp
 from quire.engine.protocol.scheduler_output import MediaPlan, SchedulerOutput
 from quire.engine.protocol.stats import ExpertLoad, LogRecord, RankStats
 from quire.engine.protocol.supervision import LogLevel, Reload, SetLogLevel, Shutdown
+from quire.engine.scheduler import adapters
 from quire.engine.scheduler.grammar import GrammarError
+from quire.engine.scheduler.scheduler import Scheduler
 from quire.engine.scheduler.step_time import StepTimeModel
 from tests.fakes.configs import engine_config
 from tests.fakes.model import FakeModel
@@ -131,6 +141,10 @@ def submit(client: int, request_id: str, prompt: list[int], max_tokens: int = 4)
     return EngineCoreRequest(client, request_id, prompt, SamplingParams(max_tokens=max_tokens))
 
 
+def with_adapter(request: EngineCoreRequest, adapter: AdapterRef) -> EngineCoreRequest:
+    return msgspec.structs.replace(request, adapter=adapter)
+
+
 @pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2), (3, 3)])
 def test_each_api_process_gets_its_own_outputs_once_a_step(stages: int, depth: int) -> None:
     first: list[ToCore] = [submit(0, "a", [1]), submit(1, "b", [2]), submit(0, "c", [3])]
@@ -216,6 +230,98 @@ def test_a_busy_engine_answers_a_probe_after_its_next_step(stages: int) -> None:
     core = core_with({2: [Probe(0, 7)], 5: [Shutdown()]}, [submit(0, "a", [1], 50)], stages, depth=2)
     core.run()
     assert [m.call_id for _, m in wire_of(core).sent if isinstance(m, ProbeReply)] == [7]
+
+
+def test_a_call_to_prepare_an_adapter_is_answered_when_all_ranks_have_answered() -> None:
+    core = core_with({}, [])
+    lora = LoraConfig(num_slots=2, device_bytes=2, host_bytes=9)
+    parallel = replace(core.config.parallel, tensor_parallel_size=2)
+    core.scheduler = Scheduler(replace(core.config, lora=lora, parallel=parallel))
+    wire, one, other = wire_of(core), AdapterRef(b"1" * 32, ("a",)), AdapterRef(b"2" * 32, ("b",))
+
+    def answers() -> list[tuple[int, int, str]]:
+        sent = [(client, message) for client, message in wire.sent if isinstance(message, PreparedAdapter)]
+        wire.sent.clear()
+        return [(client, message.call_id, message.error) for client, message in sent]
+
+    core.handle(with_adapter(submit(1, "aborted", [1]), one))
+    for client, call_id, adapter in ((0, 7, one), (1, 8, one), (1, 9, other)):
+        wire.inbox.put(PrepareAdapter(client, call_id, adapter))
+    core.receive()
+    plan = core.schedule()
+    assert plan is not None
+    assert (plan.num_rows, plan.adapters) == (0, AdapterPlan(prepared=[one, other]))
+    assert not core.scheduler.has_work
+    core.handle(AbortRequests(["aborted"]))
+    core.handle(AdapterPrepared(one.digest, 0, 1, 1))
+    core.handle(Join(1))  # its predecessor has asked
+    assert answers() == []
+    core.handle(AdapterPrepared(one.digest, 1, 1, 1))
+    assert answers() == [(0, 7, "")]
+    core.handle(PrepareAdapter(1, 10, one))
+    assert answers() == [(1, 10, "")]
+    core.handle(PrepareAdapter(0, 11, other))
+    core.handle(with_adapter(submit(1, "a", [1]), other))
+    core.handle(AdapterPrepared(other.digest, 1, error="NaN in q_proj"))
+    assert answers() == [(0, 11, "NaN in q_proj")]
+    (output,) = core.outputs[1].outputs
+    assert (output.request_id, output.finish_reason, output.error) == ("a", "error", "NaN in q_proj")
+    core.handle(PrepareAdapter(0, 12, AdapterRef(b"", ())))
+    assert answers() == [(0, 12, "the adapter has no digest of 32 bytes, or no path")]
+
+
+def test_an_answer_about_an_adapter_wakes_an_idle_engine() -> None:
+    core = core_with({}, [])
+    core.scheduler = Scheduler(replace(core.config, lora=LoraConfig(num_slots=2, device_bytes=2, host_bytes=9)))
+    adapter = AdapterRef(b"1" * 32, ("a",))
+    core.handle(with_adapter(submit(0, "a", [1]), adapter))
+    assert core.schedule() is not None
+    assert core.schedule() is None
+    core.handle(ListRequests(0, 7, 9))
+    listed = wire_of(core).sent.pop()[1]
+    assert isinstance(listed, RequestList)
+    assert [(each.phase, each.adapter) for each in listed.requests] == [("waiting", adapter.digest)]
+    wire_of(core).inbox.put(AdapterPrepared(adapter.digest, 0, 1, 1))
+    core.receive()  # which waits for it
+    plan = core.schedule()
+    assert plan is not None
+    assert plan.adapters == AdapterPlan(assigned=[(0, adapter.digest)])
+    assert plan.new[0].adapter_slot == 0
+
+
+def test_nobody_waits_forever_for_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk does not answer. Others are read, and this one can be used as soon as all ranks have read it."""
+    core, now = core_with({}, []), 0.0
+    core.scheduler = Scheduler(replace(core.config, lora=LoraConfig(num_slots=2, device_bytes=2, host_bytes=9)))
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(monotonic=lambda: now))
+    known = [AdapterRef(bytes([name]) * 32, (f"/nfs/{name}",)) for name in range(4)]
+
+    def asked() -> list[AdapterRef]:
+        plan = core.schedule()
+        return [] if plan is None or plan.adapters is None else plan.adapters.prepared
+
+    for adapter in known:
+        core.handle(with_adapter(submit(0, f"{adapter.digest[0]}", [1]), adapter))
+    core.handle(PrepareAdapter(0, 7, known[0]))
+    assert asked() == known[:2]
+    now = 530.0
+    core.handle(AdapterPrepared(known[1].digest, 0, 1, 1))
+    core.receive()
+    assert 0 not in core.outputs
+    now = 541.0
+    core.receive()  # which would wait for a message
+    (output,) = core.outputs.pop(0).outputs
+    assert (output.request_id, output.finish_reason, output.is_invalid) == ("0", "error", False)
+    assert (output.error or "").startswith("/nfs/0 has not been read within 540 s")
+    (answer,) = [message for _, message in wire_of(core).sent if isinstance(message, PreparedAdapter)]
+    assert (answer.call_id, answer.error) == (7, output.error)
+    assert asked() == known[2:]
+    core.handle(with_adapter(submit(0, "early", [1]), known[0]))
+    assert core.outputs.pop(0).outputs[0].error == output.error
+    core.handle(AdapterPrepared(known[0].digest, 0, 1, 1))
+    core.handle(with_adapter(submit(0, "again", [1]), known[0]))
+    assert 0 not in core.outputs
+    core.scheduler.check_integrity()
 
 
 def test_a_refused_request_gets_its_terminal_message() -> None:
@@ -328,16 +434,30 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
     assert core.scheduler.requests.keys() == {"good"}
 
 
-def test_a_request_whose_images_have_been_deleted_is_refused(tmp_path: Path) -> None:
-    """It may come from a replica that has died of it."""
+def test_a_request_whose_images_cannot_be_opened_may_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose images have been deleted may come from a replica that has died of it."""
     core, file = core_with({}, []), tmp_path / "item"
     item = MediaItem(bytes(16), "image", 0, 1, (MediaRun(0, 1),), data=MediaData((), 0, path=str(file)))
     request = EngineCoreRequest(0, "a", [1], SamplingParams(), media=[item])
-    for error in ("have been deleted", "the model takes no images"):
+
+    def answer() -> tuple[str | None, bool]:
         core.handle(request)
         core.send()
-        assert error in str(wire_of(core).outputs(0, "a")[-1].error)
-        file.touch()
+        output = wire_of(core).outputs(0, "a")[-1]
+        return output.error, output.is_unavailable
+
+    assert answer() == (engine_core._LOST_MEDIA, True)
+    file.touch()
+    num_open = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(media_files, "_RESERVE", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        assert answer() == (f"{engine_core._UNREADABLE}: Too many open files", True)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    error, is_unavailable = answer()
+    assert "the model takes no images" in str(error)
+    assert not is_unavailable
 
 
 def test_files_of_images_stay_until_the_last_step_that_reads_them(tmp_path: Path) -> None:
@@ -372,7 +492,7 @@ def test_requests_that_are_compiling_can_be_aborted(monkeypatch: pytest.MonkeyPa
     core.handle(structured("a"))
     core.handle(structured("a"))  # its id is in use
     core.handle(structured("b"))
-    assert not core.scheduler.has_requests
+    assert not core.scheduler.requests
     core.handle(AbortRequests(["a"]))
     core.handle(AbortRequests(["a"]))
     go_on.set()
@@ -500,6 +620,24 @@ def test_the_loop_promises_the_time_of_all_steps_in_flight(monkeypatch: pytest.M
     assert promises[:5] == [idle, 30.25, 31.0, 2.5, 2.5]
 
 
+def test_a_step_that_captures_one_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_with({4: [Shutdown()]}, [submit(0, "a", [1], 100)])
+    learned, execute = dict[int, bool](), core.executor.model.execute  # type: ignore[attr-defined]
+
+    def capture(plan: SchedulerOutput) -> ModelRunnerOutput:
+        result: ModelRunnerOutput = execute(plan)
+        result.has_captured = plan.step == 3
+        return result
+
+    def learn(plan: SchedulerOutput, seconds: float | None) -> None:
+        learned[plan.step] = seconds is not None
+
+    monkeypatch.setattr(core.executor.model, "execute", capture)  # type: ignore[attr-defined]
+    monkeypatch.setattr(core.scheduler.token_budget, "learn", learn)
+    core.run()
+    assert [learned[step] for step in (2, 3, 4)] == [True, False, True]
+
+
 def test_a_step_that_cannot_be_predicted_takes_as_long_as_recent_ones() -> None:
     core = core_with({}, [])
     plan = core.scheduler.heartbeat()
@@ -512,5 +650,8 @@ def test_a_step_that_cannot_be_predicted_takes_as_long_as_recent_ones() -> None:
     images = SchedulerOutput(0, [], [], [], media=MediaPlan([item]))
     assert core.usual_seconds(images, None) == math.inf
     assert core.usual_seconds(images, 1.0) == 3.0
+    assert core.usual_seconds(SchedulerOutput(0, [], [], [], adapters=AdapterPlan(freed=[0])), None) == 15.0
+    copies = SchedulerOutput(0, [], [], [], adapters=AdapterPlan(assigned=[(0, bytes(32))]))
+    assert core.usual_seconds(copies, None) == math.inf
     plan.profile = StartProfile(0, 1, ProfileOptions(1.0, 0))
     assert core.usual_seconds(plan, None) == math.inf

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 
 import msgspec
 import pytest
+import uvloop
 
 from quire.engine.process import supervisor as module
 from quire.engine.process.supervisor import Process, SupervisedProcess, Supervisor
-from quire.engine.protocol.supervision import Drain, Failed, FromProcess, Heartbeat, Ready, Shutdown
+from quire.engine.protocol.supervision import (
+    AdapterChanged,
+    ChangeAdapter,
+    Drain,
+    Failed,
+    FromProcess,
+    Heartbeat,
+    NamedAdapter,
+    Ready,
+    Shutdown,
+    ToProcess,
+)
 from tests.fakes.supervised import FakeProcess
 
 
@@ -255,12 +270,66 @@ def test_a_call_wakes_the_supervisor_once(supervisor: Supervisor) -> None:
     assert not supervisor._selector.select(0)
 
 
-def test_messages_to_the_dead_are_dropped() -> None:
+def test_messages_to_the_dead_are_dropped(supervisor: Supervisor) -> None:
     core = Recorder()
     core.send(Shutdown())
-    core.process = FakeProcess()
-    core.process.theirs.close()
+    supervisor.add(core)
+    core.current.theirs.close()
     core.send(Shutdown())
+    steps(supervisor)
+    core.send(Shutdown())
+
+
+class Echo(Recorder):
+    """A process that sends back the adapters that it is told of, on an event loop."""
+
+    def __init__(self, connection: module.SupervisorConnection, others: Connection[bytes, bytes]) -> None:
+        super().__init__()
+        self.back: list[ChangeAdapter] = []
+        self._connection, self._others = connection, others
+
+    def start(self) -> Process:
+        process = FakeProcess()
+        process.connection = self._others
+        self.started.append(process)
+        return process
+
+    def on_message(self, message: object) -> None:
+        assert isinstance(message, ChangeAdapter)
+        self.back.append(message)
+
+    async def run(self) -> None:
+        ended = asyncio.Event()
+
+        def receive(message: ToProcess) -> None:
+            if isinstance(message, Shutdown):
+                ended.set()
+            elif isinstance(message, AdapterChanged):
+                self._connection.send(ChangeAdapter(message.version, message.name, message.adapter, None))
+
+        self._connection.listen(receive)
+        await ended.wait()
+
+
+def test_messages_of_any_size_go_both_ways_at_once(monkeypatch: pytest.MonkeyPatch, supervisor: Supervisor) -> None:
+    """More than a socket holds. The supervisor waits for no process, even if that reads nothing."""
+    mine, theirs = Pipe()
+    monkeypatch.setattr("os.dup", lambda fd: theirs.fileno())
+    monkeypatch.setattr("os.dup2", lambda *fds: None)
+    monkeypatch.setattr(module, "Connection", lambda fd: theirs)
+    echo = Echo(module.SupervisorConnection(), mine)
+    supervisor.add(echo)
+    adapters = [NamedAdapter(f"adapter {n}", "x" * 300_000 * (n % 3), 0) for n in range(12)]
+    for number, adapter in enumerate(adapters):
+        echo.send(AdapterChanged(number, adapter.name, adapter))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        process = threading.Thread(target=runner.run, args=(echo.run(),))
+        process.start()
+        until = time.monotonic() + 30
+        supervisor.run(lambda: len(echo.back) == len(adapters) or time.monotonic() > until)
+        echo.send(Shutdown())
+        process.join()
+    assert [each.old for each in echo.back] == adapters
 
 
 def test_a_heartbeat_never_waits_for_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.runner_output import ModelRunnerOutput
@@ -65,12 +66,15 @@ class Engine:
         share: bytes = b"",
         weight: float = 1.0,
         media: Sequence[MediaItem] = (),
+        adapter: AdapterRef | None = None,
+        adapter_start: int = 0,
         **params: Any,
     ) -> None:
         known, of = SamplingParams(**params), list(reported)
         submit = EngineCoreRequest(
             0, request_id, prompt, known, priority, cache_salt, of, share, weight, media=list(media)
         )
+        submit.adapter, submit.adapter_start = adapter, adapter_start
         self.outputs[request_id] = []
         try:
             started = None if submit.params.structured_outputs is None else self.scheduler.start_grammar(submit)
@@ -112,7 +116,7 @@ class Engine:
             if not self.turn() and turn >= at_least:
                 break
         assert self.scheduler.stats.idle_stage_steps == self.idle_stage_steps
-        assert not self.scheduler.has_requests
+        assert not self.scheduler.requests
         page = self.blocks_per_page
         assert self.scheduler.kv.num_free == self.scheduler.kv.num_blocks // page
 
