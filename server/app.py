@@ -32,6 +32,7 @@ from quire.server.http.response import DIRECT_SEND
 from quire.server.http.state import ServedModel
 from quire.server.media.uploads import Uploads
 from quire.server.openai import (
+    adapters,
     chat,
     completions,
     embeddings,
@@ -57,7 +58,7 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
     app.state.quire = state
     families = (
         *(chat, completions, embeddings, pooling, scores, messages, responses),
-        *(files, tokenize, replicas, profile, log_level, sagemaker_vertex, status),
+        *(files, tokenize, adapters, replicas, profile, log_level, sagemaker_vertex, status),
     )
     routers = [each.router for each in families]
     for router in routers:

@@ -233,10 +233,10 @@ class MessagesRequest(CountTokensRequest):
 @router.post("/v1/messages", dependencies=[MayChooseReplica])
 async def messages(body: MessagesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, in Anthropic's format."""
-    model = state.check_model(body.model)
+    model, adapter = await state.find_model(body.model)
     chat: GenerationInput = await body.process(state.frontend)
     message_id = f"msg_{uuid.uuid4().hex}"
-    generation = state.frontend.generate(message_id, chat)
+    generation = state.frontend.generate(message_id, replace(chat, adapter=adapter))
     message = MessageFormatter(message_id, model, len(chat.prompts[0]))
     if body.stream:
         return EventStreamResponse(generation, partial(message.write_events, generation), end=b"")
@@ -249,6 +249,6 @@ async def count_tokens(body: CountTokensRequest, state: AppState) -> Response:
     """Count the tokens of a conversation, including its system prompt and tools; rejected if they exceed the model's
     maximum.
     """
-    state.check_model(body.model)
+    await state.find_model(body.model)
     chat: GenerationInput = await body.process(state.frontend)
     return json_response({"input_tokens": len(chat.prompts[0])})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import socket
 import sys
@@ -23,21 +24,28 @@ from quire.engine.process import current_process, log
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.supervision import (
+    AdapterChanged,
+    AdapterReply,
+    AdapterSeen,
+    ChangeAdapter,
     Drain,
     Drained,
     Failed,
+    NamedAdapter,
     Ready,
     Reload,
     Resize,
     ResizeReply,
     SetLogLevel,
     Shutdown,
+    ToProcess,
 )
 from quire.server.cli.parent import ApiProcessArgs
 from quire.server.client import history
 from quire.server.client.engine_client import SHUTTING_DOWN
 from quire.server.client.output_stream import EngineUnavailable
 from quire.server.config.server_options import ServerOptions
+from quire.server.serving.adapters import AdapterSettings
 from quire.server.serving.frontend import Frontend
 from quire.server.text.chat_formats import ChatFormats
 
@@ -108,7 +116,17 @@ class ApiProcess:
             ask_resize=self._resize,
             set_log_level=lambda level: connection.send(SetLogLevel(level)),
             media_path=args.media_path,
+            adapters=AdapterSettings.of(
+                options, args.names, args.adapter_folder, args.download_dir, options.chat_template
+            ),
+            change_adapter=self._change_adapter,
         )
+        self._adapter_numbers = itertools.count()
+        self._adapter_calls: dict[int, asyncio.Future[bool]] = {}
+        """Calls of `_change_adapter` without an answer, by number."""
+        for adapter in args.adapters:
+            self._frontend.adapters.set(adapter.name, adapter)
+        self._checks_adapters = args.process_info.index == 0 and not args.states
         self._resizes: deque[asyncio.Future[str]] = deque()
         """Calls of `_resize` without an answer, in order."""
         for state in args.states:
@@ -125,6 +143,8 @@ class ApiProcess:
         self._may_accept = asyncio.Event()
         if not args.has_predecessor:
             self._may_accept.set()
+        self._is_over = False
+        """Whether messages come too late."""
         self._failure: Exception | None = None
         """The reason why requests can never be served."""
 
@@ -133,7 +153,7 @@ class ApiProcess:
         self._beat()
         if self._has_page:
             self._sample()
-        self._loop.add_reader(self._connection, self._receive)
+        self._connection.listen(self._receive)
         starting = asyncio.create_task(self._report_ready())
         try:
             if self._is_restart:  # clients wait in the listener's queue meanwhile, instead of being rejected
@@ -146,7 +166,7 @@ class ApiProcess:
                 raise self._failure
         finally:
             starting.cancel()
-            self._loop.remove_reader(self._connection)
+            self._is_over = True
             await self._frontend.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
@@ -154,6 +174,8 @@ class ApiProcess:
     async def _report_ready(self) -> None:
         """Report that requests can be served; end `run` if they never can."""
         try:
+            if self._checks_adapters:  # while the engine loads
+                await self._frontend.adapters.check()
             seconds = await self._frontend.ready()
         except EngineUnavailable:
             return  # the supervisor knows why
@@ -168,6 +190,7 @@ class ApiProcess:
         if self._frontend.media is not None:
             _ = self._state.bodies  # it starts its process, as bodies with images are large
         await asyncio.to_thread(self._frontend.input_processor.start)
+        await asyncio.to_thread(self._frontend.adapters.start)
 
     def _beat(self) -> None:
         self._connection.beat()
@@ -178,12 +201,9 @@ class ApiProcess:
         self._loop.call_later(history.SAMPLE_SECONDS, self._sample)
         self._frontend.history.sample(time.time(), time.monotonic())
 
-    def _receive(self) -> None:
-        try:
-            message = self._connection.receive()
-        except EOFError:
-            message = Shutdown()
-            self._loop.remove_reader(self._connection)
+    def _receive(self, message: ToProcess) -> None:
+        if self._is_over:
+            return
         match message:
             case Drain(seconds, has_successor):
                 self._stop(seconds, has_successor)
@@ -197,6 +217,14 @@ class ApiProcess:
                     each.check(again=True)
             case ResizeReply(error):
                 self._resizes.popleft().set_result(error)
+            case AdapterChanged(version, name, adapter):
+                unused = self._frontend.adapters.set(name, adapter)
+                if unused is None:
+                    self._connection.send(AdapterSeen(version))
+                else:
+                    unused.add_done_callback(lambda _: self._connection.send(AdapterSeen(version)))
+            case AdapterReply(number, has_changed):
+                self._adapter_calls.pop(number).set_result(has_changed)
             case state:
                 self._frontend.update(state)
 
@@ -207,6 +235,12 @@ class ApiProcess:
         self._connection.send(Resize(count, drain_seconds))
         if error := await asyncio.shield(answer):
             raise InvalidParameter(error, "data_parallel_size")
+
+    async def _change_adapter(self, name: str, old: NamedAdapter | None, new: NamedAdapter | None) -> bool:
+        """Ask the supervisor for another meaning of a name; see `adapters.Change`."""
+        answer = self._adapter_calls[number := next(self._adapter_numbers)] = self._loop.create_future()
+        self._connection.send(ChangeAdapter(number, name, old, new))
+        return await asyncio.shield(answer)
 
     def _stop(self, seconds: float, has_successor: bool = False) -> None:
         """Reject new requests, and exit when the running ones have ended, or after `seconds`. With a successor, which

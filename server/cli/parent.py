@@ -14,21 +14,25 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process import current_process, log
+from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.service_manager import ServiceManager
 from quire.engine.process.supervisor import Process, SupervisedProcess, start_process
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import (
+    AdapterSeen,
+    ChangeAdapter,
     Drain,
     Drained,
     EngineFailed,
     EngineState,
     Failed,
     LogLevel,
+    NamedAdapter,
     Ready,
     Reload,
     ReplicaLost,
@@ -37,6 +41,7 @@ from quire.engine.protocol.supervision import (
     SetLogLevel,
     Shutdown,
 )
+from quire.server.cli.adapters import AdapterDirectory
 from quire.server.cli.listen import address
 from quire.server.cli.takeover import Offer, Predecessor
 from quire.server.client.dp_coordinator import DPCoordinator
@@ -76,6 +81,11 @@ class ApiProcessArgs:
     """The present state of the engine."""
     media_path: str
     """The socket of the media process; empty: the model takes only text."""
+    adapters: tuple[NamedAdapter, ...]
+    adapter_folder: str
+    """For copies of adapters; empty: requests may have none."""
+    download_dir: str | None
+    """Where adapters are downloaded to; None: Hugging Face's cache."""
 
 
 class _ApiProcess(SupervisedProcess):
@@ -98,7 +108,7 @@ class _ApiProcess(SupervisedProcess):
         self.seconds = ready.seconds
         self._num_failed_starts = 0
 
-    def on_message(self, message: Drained | Resize | SetLogLevel) -> None:
+    def on_message(self, message: Drained | Resize | SetLogLevel | ChangeAdapter | AdapterSeen) -> None:
         manager = self._server.manager
         match message:
             case Drained(replica):
@@ -112,10 +122,15 @@ class _ApiProcess(SupervisedProcess):
                 self.send(ResizeReply(error))
             case SetLogLevel(level):
                 self._server.set_log_level(level)
+            case ChangeAdapter():
+                self._server.adapters.change(self, message, self._server.api_processes)
+            case AdapterSeen(version):
+                self._server.adapters.seen(self, version)
 
     def on_exit(self, failure: Failed) -> float | None:
         for replica in self._server.manager.draining:  # its requests there have ended with it
             self._server.manager.drained(self.index, replica)
+        self._server.adapters.exited(self)
         num_cut = self._server.manager.metrics.count_cut(self.index)
         self._num_failed_starts += not self.is_ready
         # A file that was valid at the start, such as a certificate, can be mended.
@@ -141,8 +156,11 @@ class Server:
         seconds: dict[str, float],
         hosts: DPCoordinator,
         predecessor: Predecessor | None = None,
+        adapters: Sequence[NamedAdapter] = (),
+        download_dir: str | None = None,
     ) -> None:
         """Start all processes. `media` are the settings for images and videos; None: the model takes only text.
+        `adapters` are those that have names from the start, and `download_dir` is where others are downloaded to.
         `seconds` are the durations of earlier phases of the start-up. A `predecessor` serves until this one is
         ready.
         """
@@ -170,12 +188,14 @@ class Server:
             policy=options.restart_policy,
         )
         self._media = None if media is None else MediaService(self.manager, media)
-        self._api_processes = [_ApiProcess(self, index) for index in range(options.api_server_count)]
+        self.adapters, self._download_dir = AdapterDirectory(adapters), download_dir
+        self._adapter_folder = None if config.lora is None else RuntimeFolder()
+        self.api_processes = [_ApiProcess(self, index) for index in range(options.api_server_count)]
         self.manager.on_change = self._on_engine_state
         self.manager.supervisor.on_step = self._service.beat
         self._wake = lambda: self.manager.supervisor.call(self._check_signals)
         signal.signal(signal.SIGHUP, lambda number, frame: self.manager.supervisor.call(self._reload))
-        for each in self._api_processes:
+        for each in self.api_processes:
             self.manager.supervisor.add(each)
         if predecessor is None:
             self._offer = Offer(listener, self._on_taken)
@@ -192,6 +212,9 @@ class Server:
             has_predecessor=self._predecessor is not None,
             states=(*manager.states.values(), *([] if manager.failure is None else [manager.failure])),
             media_path="" if self._media is None else self._media.path,
+            adapters=self.adapters.adapters,
+            adapter_folder="" if self._adapter_folder is None else self._adapter_folder.path,
+            download_dir=self._download_dir,
         )
         return start_process("quire.server.cli.api_process", args, pass_fds=(self._listener.fileno(),))
 
@@ -200,7 +223,7 @@ class Server:
         log.set_level(level)
         self._options = replace(self._options, log_level=level)
         self.manager.set_log_level(level)
-        for each in self._api_processes:
+        for each in self.api_processes:
             each.send(SetLogLevel(level))
 
     def _reload(self) -> None:
@@ -211,7 +234,7 @@ class Server:
         message = Reload("" if path is None else log.read_again(path, level), level)
         logger.info("SIGHUP: reading the files of keys, certificates and the logs' configuration again")
         self.manager.reload(message)
-        for each in self._api_processes:
+        for each in self.api_processes:
             each.send(message)
         if self._is_running:
             self._service.notify("READY=1")
@@ -239,6 +262,8 @@ class Server:
                 self._offer.close()
             self._stop_api_processes(Shutdown(), _EXIT_SECONDS)
             self.manager.close("" if self.failure is None else self.failure.reason)
+            if self._adapter_folder is not None:
+                self._adapter_folder.remove()
 
     def _report_failure(self) -> int:
         """Print why the server ends, and return the exit code."""
@@ -254,13 +279,13 @@ class Server:
     @property
     def is_serving(self) -> bool:
         """Whether an API process serves."""
-        return any(each.is_ready and each.process is not None for each in self._api_processes)
+        return any(each.is_ready and each.process is not None for each in self.api_processes)
 
     @property
     def _is_started(self) -> bool:
         # Texts do not need the media process, but a predecessor serves until this server can do all that it can.
         has_media = self._media is None or self._media.has_been_ready or self._predecessor is None
-        return self.manager.is_settled and has_media and all(each.seconds is not None for each in self._api_processes)
+        return self.manager.is_settled and has_media and all(each.seconds is not None for each in self.api_processes)
 
     @property
     def _is_running(self) -> bool:
@@ -273,7 +298,7 @@ class Server:
         )
 
     def _report_started(self) -> None:
-        first = self._api_processes[0].seconds or {}
+        first = self.api_processes[0].seconds or {}
         where = ", ".join(f"{part} {count:.2f} s" for part, count in (self._seconds | first).items())
         logger.info("ready %.2f s after the start (%s)", current_process.age(), where)
         logger.info("%s", self._serving)
@@ -281,7 +306,14 @@ class Server:
 
     @property
     def _serving(self) -> str:
-        return f"serving {', '.join(self._names)} on {address(self._listener, self._options.is_tls)}"
+        match self.adapters.adapters:
+            case ():
+                more = ""
+            case (only,):
+                more = f" and the adapter {only.name}"
+            case several:
+                more = f" and {len(several)} adapters"
+        return f"serving {', '.join(self._names)}{more} on {address(self._listener, self._options.is_tls)}"
 
     @property
     def _status(self) -> str:
@@ -298,7 +330,7 @@ class Server:
             logger.error("the engine has failed: %s", state.reason)
         if self._is_running:
             self._service.notify(f"STATUS={self._status}")
-        for each in self._api_processes:
+        for each in self.api_processes:
             each.send(state)
 
     def _on_taken(self) -> None:
@@ -327,10 +359,10 @@ class Server:
     def _check_signals(self) -> None:
         """End at once after a second signal."""
         if len(self._signals) > 1:
-            for each in self._api_processes:
+            for each in self.api_processes:
                 each.send(Shutdown())
             self.manager.supervisor.hurry(_QUICK_EXIT_SECONDS)
 
     def _stop_api_processes(self, message: Drain | Shutdown, seconds: float) -> None:
-        self.manager.supervisor.stop(self._api_processes, message, seconds)
-        self._api_processes = []
+        self.manager.supervisor.stop(self.api_processes, message, seconds)
+        self.api_processes = []

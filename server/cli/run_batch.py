@@ -32,16 +32,16 @@ from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import remote
 from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read_lines
 from quire.server.cli.batch_output import BatchResults
-from quire.server.cli.serve import DEMO_NAME
+from quire.server.cli.serve import DEMO_NAME, first_adapters
 from quire.server.config import flags
-from quire.server.config.server_options import ChatOptions, MediaOptions
+from quire.server.config.server_options import AdapterOptions, ChatOptions, MediaOptions
 
 REMOTE_CONCURRENCY = 256
 """Requests in flight to a server over HTTP."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(MediaOptions, ChatOptions):
+class BatchOptions(MediaOptions, AdapterOptions, ChatOptions):
     """Options of `quire run-batch`, in addition to the engine's."""
 
     input_file: str | None = flag(
@@ -148,7 +148,8 @@ def _check(options: BatchOptions, parsed: argparse.Namespace) -> tuple[str, str]
         raise ConfigError(f"-i and -o name the same file: {source}")
     if options.max_concurrency is not None and options.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency {options.max_concurrency}: must be at least 1")
-    idle = [field.name for field in (*fields(EngineOptions), *fields(ChatOptions), *fields(MediaOptions))]
+    groups = (EngineOptions, ChatOptions, AdapterOptions, MediaOptions)
+    idle = [field.name for group in groups for field in fields(group)]
     if options.url is not None and (given := next((name for name in idle if hasattr(parsed, name)), None)):
         raise ConfigError(f"--{given.replace('_', '-')} has no effect on a running server (--url); omit it")
     return source, target
@@ -244,6 +245,8 @@ async def _run_in_process(
 
     config = ray_cluster.resolve(engine)
     log.print_text(plan_text(config))
+    names = options.served_model_name or (DEMO_NAME if engine.model == EngineOptions.model else engine.model,)
+    adapters = first_adapters(options, engine, names, is_enabled=config.lora is not None)
     media = media_settings(config, options)
     fetch_weights(engine, config)
     # As in `quire serve`: keep transformers from importing torch in this process.
@@ -252,10 +255,10 @@ async def _run_in_process(
     from quire.server.client.dp_coordinator import connect_hosts
     from quire.server.client.output_stream import EngineUnavailable
     from quire.server.http.state import ServedModel
+    from quire.server.serving.adapters import AdapterSettings
     from quire.server.serving.frontend import Frontend
     from quire.server.text.chat_formats import ChatFormats
 
-    names = options.served_model_name or (DEMO_NAME if engine.model == EngineOptions.model else engine.model,)
     frontend = Frontend.start(
         config,
         name=names[0],
@@ -263,9 +266,15 @@ async def _run_in_process(
         log_level=options.log_level,
         hosts=connect_hosts(config),
         media=media,
+        adapters=AdapterSettings.of(
+            options, names, download_dir=engine.download_dir, chat_template=options.chat_template
+        ),
     )
+    for adapter in adapters:
+        frontend.adapters.set(adapter.name, adapter)
     try:
         async with frontend:
+            await frontend.adapters.check()
             await frontend.ready()
             backend = InProcess(create_app(ServedModel(frontend, names)))
             # By default twice the batch size, so that each request that finishes has a successor.

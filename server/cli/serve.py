@@ -7,14 +7,16 @@ import contextlib
 import logging
 import signal
 import time
+from collections.abc import Sequence
 
-from quire.engine.config.options import EngineOptions
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.core.launch import exec_node, prepared_core
 from quire.engine.process import current_process, log, native_output
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.supervision import NamedAdapter
 from quire.server.cli.serve_options import add_config, read_options
 from quire.server.config import flags, lazy
-from quire.server.config.server_options import ServerOptions
+from quire.server.config.server_options import AdapterOptions, ServerOptions
 
 logger = logging.getLogger(__name__)
 
@@ -107,14 +109,34 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
             current_process.set_name("quire-serve")
             listener, predecessor = stack.enter_context(listen(server))
             config = ray_cluster.resolve(options)
+            names = server.served_model_name or (name,)
+            adapters = first_adapters(server, options, names, is_enabled=config.lora is not None)
             log.print_text(plan_text(config))
             media = media_settings(config, server)
             fetch_weights(options, config)
             seconds["resolve"] = time.monotonic() - begun
             hosts = connect_hosts(config, server.api_server_count)
-            names = server.served_model_name or (name,)
-            running = Server(config, server, media, names, listener, seconds, hosts, predecessor)
+            running = Server(
+                *(config, server, media, names, listener, seconds, hosts, predecessor),
+                adapters=adapters,
+                download_dir=options.download_dir,
+            )
         return running.run()
+
+
+def first_adapters(
+    options: AdapterOptions, engine: EngineOptions, names: Sequence[str], *, is_enabled: bool
+) -> list[NamedAdapter]:
+    """Return the adapters that have names from the start: of the command line, and those that come with the bundled
+    model. `names` are the base's. Raises `ConfigError`.
+    """
+    options.check_adapters(names, is_enabled=is_enabled)
+    adapters = options.adapters()
+    if is_enabled and engine.model == EngineOptions.model:
+        known = {*names, *(each.name for each in adapters)}
+        folders = sorted(each.parent for each in DEMO_MODEL.with_name("demo_adapters").glob("*/adapter_config.json"))
+        adapters += [NamedAdapter(each.name, str(each), int(time.time())) for each in folders if each.name not in known]
+    return adapters
 
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:

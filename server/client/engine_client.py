@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from quire.engine.cluster.security import Dropped, Security, join
 from quire.engine.config.engine_config import CacheConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.process import log
+from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
@@ -59,6 +61,9 @@ MAX_DEATHS = 2
 """Deaths of its replicas after which a request is suspected to be their cause."""
 _SAME_MOMENT_SECONDS = 1.0
 """Replicas that die within this time count as one death: no engine restarts so soon."""
+_READ_SECONDS = 30.0
+"""Time for which a request waits for file descriptors to read its images."""
+_READ_AGAIN_SECONDS = 0.1
 SHUTTING_DOWN = "the server is shutting down"
 """The reason of a regular shutdown."""
 
@@ -117,12 +122,13 @@ class EngineClient:
         max_num_seqs: int = 1,
         max_queue: int | None = None,
         cache: CacheConfig | None = None,
+        num_adapters: int = 0,
         is_pooling: bool = False,
         token: str = "",
         on_drained: Callable[[int], None] = lambda replica: None,
     ) -> None:
         """`index` is the number of this API process, `token` the cluster's. Requests are accepted when the `awaited`
-        replicas (None: all) have been up. `is_pooling`: they are answered with vectors.
+        replicas (None: all) have been up. `is_pooling`: they are answered with vectors. `num_adapters` as in `Router`.
         """
         self.loop = asyncio.get_running_loop()
         self.index = index
@@ -148,7 +154,8 @@ class EngineClient:
         self._responses.setsockopt(zmq.LINGER, 0)
         self._responses.set_hwm(0)
         self._security.bind(self._responses, endpoints.responses[index])
-        self._cache, self._is_pooling, self._has_hosts = cache, is_pooling, bool(token)
+        self._cache, self._num_adapters = cache, num_adapters
+        self._is_pooling, self._has_hosts = is_pooling, bool(token)
         self._router: Router | None = None
         """None: there has been only one replica."""
         self._silence: SilenceCheck | None = None
@@ -246,10 +253,14 @@ class EngineClient:
         second_segments: Sequence[int] = (),
         media: Sequence[Sequence[MediaItem]] = (),
         lease: object = None,
+        adapter: AdapterRef | None = None,
+        adapter_starts: Sequence[int | None] = (),
+        adapter_name: str = "",
     ) -> OutputStream:
         """Submit requests (id, prompt, params) with a common output stream: `n` in a row for each prompt. No id may be
-        used twice. `second_segments`, if given, has one for each request, and `media` the items of each prompt, whose
-        data remains until nothing refers to `lease`.
+        used twice. `second_segments`, if given, has one for each request, and `media` the items of each prompt. The
+        `adapter` changes each prompt from its start on; None: it does not change this one. `adapter_name` is for
+        metrics. The data of items and of the adapter remains until nothing refers to `lease`.
 
         `DATA_PARALLEL_RANK` chooses the replica that they start on. Raises `EngineUnavailable` and `QueueFull`, and
         `InvalidParameter` if there is no such replica; then none was submitted.
@@ -264,6 +275,7 @@ class EngineClient:
         for number, (request_id, prompt_ids, params) in enumerate(requests):
             if number % n == 0:
                 prompt = PromptRequests(n, num_open=n)
+                start = adapter_starts[number // n] if adapter_starts else None
             submit = EngineCoreRequest(
                 client=self.index,
                 request_id=request_id,
@@ -277,8 +289,12 @@ class EngineClient:
                 arrived=now,
                 second_segment=second_segments[number] if second_segments else 0,
                 media=list(media[number // n]) if media else [],
+                adapter=None if start is None else adapter,
+                adapter_start=start or 0,
             )
-            running = self._running[request_id] = RunningRequest(stream, now, submit, prompt, lease)
+            running = self._running[request_id] = RunningRequest(stream, now, submit, prompt, lease, adapter_name)
+            if adapter_name:
+                self._metrics.adapters.add(adapter_name)
             if trace is not None and (added := trace.add(number, len(prompt_ids), now)) is not None:
                 running.trace = stream.traces[request_id] = added
             self._place(running, submit, rank)
@@ -324,6 +340,15 @@ class EngineClient:
         for replica, ids in others.items():
             self._send(AbortRequests(ids), replica)
 
+    async def prepare_adapter(self, adapter: AdapterRef) -> str:
+        """Let all replicas read an adapter that get requests; returns the first error. Others will read it when they
+        need it. Raises `EngineUnavailable`.
+        """
+        self._check_up()
+        live = [self._replicas[number] for number in self._live_replicas()]
+        errors = await asyncio.gather(*(self.calls.prepare_adapter(each, adapter) for each in live))
+        return next(filter(None, errors), "")
+
     def _check_rank(self, rank: int) -> None:
         """Raise an error if the chosen replica is not up."""
         if rank not in self._replicas:
@@ -349,26 +374,34 @@ class EngineClient:
             self._send(request, running.replica)
 
     async def _send_with_content(self, running: RunningRequest, request: EngineCoreRequest, replica: int) -> None:
-        """Send a request with the bytes of its items, unless it has ended or moved meanwhile."""
-        error = ""
-        try:
-            media = await asyncio.to_thread(lambda: [*map(_with_content, request.media)])
-        except OSError as cause:
-            error = f"the processed images of the request cannot be read: {cause.strerror}"
-        if self._running.get(request.request_id) is not running or running.placed is not request:
-            return
-        if error:
-            self._give_up(running, error)
-            self._check_drained()
-        else:
-            self._send(msgspec.structs.replace(request, media=media), replica)
+        """Send a request with the bytes of its items, unless it has ended or moved meanwhile.
 
-    def _give_up(self, running: RunningRequest, error: str) -> None:
-        """End a request that is not in the engine."""
+        A lack of file descriptors passes when connections are closed.
+        """
+        until = self.loop.time() + _READ_SECONDS
+        while True:
+            error: OSError | None = None
+            try:
+                media = await asyncio.to_thread(lambda: [*map(_with_content, request.media)])
+            except OSError as cause:
+                error = cause
+            if self._running.get(request.request_id) is not running or running.placed is not request:
+                return
+            if error is None:
+                return self._send(msgspec.structs.replace(request, media=media), replica)
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or self.loop.time() >= until:
+                text = f"the processed images of the request cannot be read now: {error.strerror}"
+                self._give_up(running, text, is_unavailable=True)
+                return self._check_drained()
+            await asyncio.sleep(_READ_AGAIN_SECONDS)
+
+    def _give_up(self, running: RunningRequest, error: str, *, is_unavailable: bool = False) -> None:
+        """End a request that is not in the engine. `is_unavailable` as in `EngineCoreOutput`."""
         request_id = running.submit.request_id
         del self._running[request_id]
         logger.error("request %s: %s", request_id, error)
-        running.stream.put(EngineCoreOutput(request_id, [], finish_reason="error", error=error))
+        output = EngineCoreOutput(request_id, [], finish_reason="error", error=error, is_unavailable=is_unavailable)
+        running.stream.put(output)
         if running.trace is not None:
             running.trace.error = error
         self._on_finished(request_id, running, "error")
@@ -515,7 +548,11 @@ class EngineClient:
             self._replicas[number] = Replica(number, address, self._context, self._security)
             if self._router is None and len(self._replicas) > 1:
                 self._router = Router(
-                    list(self._replicas), cache=self._cache, max_num_seqs=self._max_num_seqs, first=self.index
+                    list(self._replicas),
+                    cache=self._cache,
+                    num_adapters=self._num_adapters,
+                    max_num_seqs=self._max_num_seqs,
+                    first=self.index,
                 )
                 self._silence = SilenceCheck(self._replicas, self.loop.time())
                 self._check_timer = self.loop.call_later(CHECK_SECONDS, self._check_silence)
@@ -802,6 +839,8 @@ class EngineClient:
                 running.trace.receive(output, now)
             if running.first_output is None and (output.token_ids or output.vector is not None):
                 running.first_output, running.prefill_seconds = now, output.running_seconds
+                if running.adapter:
+                    self._metrics.adapters.start(running.adapter, now - running.arrived)
                 running.queue_seconds = max(0.0, now - running.arrived - output.running_seconds)
                 self._metrics.observe(outputs.replica, "request_queue_time_seconds", running.queue_seconds)
                 self._metrics.observe(outputs.replica, "request_prefill_time_seconds", output.running_seconds)

@@ -611,7 +611,11 @@ class EngineManager:
             self._thread.join()
 
     def _run_thread(self) -> None:
-        self.run(lambda: self._is_stopping)
+        try:
+            self.run(lambda: self._is_stopping)
+        except Exception as error:  # otherwise the client would wait for ever
+            logger.exception("the engine manager failed")
+            self.on_state(EngineFailed(f"the engine manager failed: {type(error).__name__}: {error}"))
         self.close(together=self._leave_together)
         self._at_exit.cancel()
 

@@ -22,8 +22,8 @@ class Share(NamedTuple):
 _ONLY = Share()
 SHARE: ContextVar[Share] = ContextVar("share", default=_ONLY)
 """The share of the current task's request."""
-_BY_USER: ContextVar[FairShare | None] = ContextVar("by_user", default=None)
-"""Set if the request's body decides (`enter_user`)."""
+_BY_BODY: ContextVar[FairShare | None] = ContextVar("by_body", default=None)
+"""Set if the request's body decides (`enter_user`, `enter_model`)."""
 
 
 class FairShare:
@@ -36,14 +36,14 @@ class FairShare:
         self._weights = weights
 
     def enter(self, name: str, weight: float | None = None) -> None:
-        """Assign the current task's request to the share of this API key, user or address.
+        """Assign the current task's request to the share of this API key, user, address or model.
 
         The engine sees no text: a share has a hash.
         """
         key = blake2b(name.encode(errors="surrogatepass"), digest_size=16, person=b"fair share").digest()
         SHARE.set(Share(key, self._weights.get(name, 1.0) if weight is None else weight))
-        if self.by == "user":
-            _BY_USER.set(self)
+        if self.by in ("user", "adapter"):
+            _BY_BODY.set(self)
 
 
 class Overloaded(RuntimeError):
@@ -100,5 +100,11 @@ class FairSlots:
 def enter_user(user: object) -> None:
     """With `--fair-share user`, assign the current task's request to its user. Requests without a user have one
     share."""
-    if isinstance(user, str) and (fair_share := _BY_USER.get()) is not None:
+    if isinstance(user, str) and (fair_share := _BY_BODY.get()) is not None and fair_share.by == "user":
         fair_share.enter(user)
+
+
+def enter_model(name: str) -> None:
+    """With `--fair-share adapter`, assign the current task's request to the share of an adapter, or of the base."""
+    if (fair_share := _BY_BODY.get()) is not None and fair_share.by == "adapter":
+        fair_share.enter(name)

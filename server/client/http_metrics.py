@@ -8,7 +8,7 @@ progress, which were cut.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -28,39 +28,47 @@ NO_ROUTE = "none none"
 
 _STATUS_AT = {status: at for at, status in enumerate(STATUSES)}
 _REASON_AT = {reason: at for at, reason in enumerate(REASONS)}
-_NAME_CELLS = 16
+NAME_CELLS = 16
 _MAX_ROUTES = 96
 _MAX_KEYS = 256
 _OTHERS = b"others"
 """Name of the last row, if there are too many."""
 
 
-class _Rows:
+class NamedRows:
     """Rows of `width` cells with names, `count` at most; a cell has 8 bytes."""
 
     def __init__(self, cells: memoryview[float], count: int, width: int) -> None:
-        self._names, self._count, self._step = cells.cast("B"), count, _NAME_CELLS + width
+        self._bytes, self._count, self._step = cells.cast("B"), count, NAME_CELLS + width
         self._at: dict[str, int] = {}
 
-    def at(self, name: str) -> int:
-        """Return where the cells of a row begin; it is made if there is none."""
+    def at(self, name: str, is_free: Callable[[str, int], bool] = lambda name, at: False) -> int:
+        """Return where the cells of a row begin; it is made if there is none. If there are too many, it is one that
+        `is_free`, which gets its name and where it begins, or else the last one, which all others share.
+        """
         if name not in self._at:
-            rows, encoded = dict(self), name.encode(errors="replace")[: 8 * _NAME_CELLS]
-            if encoded.decode(errors="replace") not in rows and len(rows) >= self._count - 1:
-                encoded = _OTHERS
-            new = len(rows) * self._step + _NAME_CELLS
-            self._at[name] = at = rows.get(encoded.decode(errors="replace"), new)
-            start = 8 * (at - _NAME_CELLS)
-            self._names[start : start + len(encoded)] = encoded
+            rows, encoded = dict(self), name.encode(errors="replace")[: 8 * NAME_CELLS]
+            at = rows.get(encoded.decode(errors="replace"), len(rows) * self._step + NAME_CELLS)
+            if at not in rows.values() and len(rows) >= self._count - 1:
+                others = rows.pop(_OTHERS.decode(), at)
+                free = next((at for other, at in rows.items() if is_free(other, at)), None)
+                if free is None:
+                    at, encoded = others, _OTHERS
+                else:
+                    at = free
+                    self._at = {each: own for each, own in self._at.items() if own != at}
+                    self._bytes[8 * at : 8 * (at - NAME_CELLS + self._step)] = bytes(8 * (self._step - NAME_CELLS))
+            self._at[name] = at
+            self._bytes[8 * (at - NAME_CELLS) : 8 * at] = encoded.ljust(8 * NAME_CELLS, b"\0")
         return self._at[name]
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         """The names of the rows, and where their cells begin."""
         for start in range(0, self._count * self._step, self._step):
-            name = bytes(self._names[8 * start : 8 * (start + _NAME_CELLS)]).rstrip(b"\0")
+            name = bytes(self._bytes[8 * start : 8 * (start + NAME_CELLS)]).rstrip(b"\0")
             if not name:
                 return
-            yield name.decode(errors="replace"), start + _NAME_CELLS
+            yield name.decode(errors="replace"), start + NAME_CELLS
 
 
 # The row of a route begins with its requests in progress. There follow:
@@ -70,8 +78,8 @@ _SUM = _BUCKETS + len(SECONDS) + 1
 _ROUTE_WIDTH = _SUM + 1
 _KEY_WIDTH = 3
 _ROUTES_AT = len(REASONS)
-_KEYS_AT = _ROUTES_AT + _MAX_ROUTES * (_NAME_CELLS + _ROUTE_WIDTH)
-CELLS = _KEYS_AT + _MAX_KEYS * (_NAME_CELLS + _KEY_WIDTH)
+_KEYS_AT = _ROUTES_AT + _MAX_ROUTES * (NAME_CELLS + _ROUTE_WIDTH)
+CELLS = _KEYS_AT + _MAX_KEYS * (NAME_CELLS + _KEY_WIDTH)
 """The number of cells of a process. Memory that is not used is not allocated."""
 
 
@@ -95,9 +103,9 @@ class HttpMetrics:
         """`cells` are the `CELLS` of the process."""
         self._reasons = cells[:_ROUTES_AT]
         self._route_cells = cells[_ROUTES_AT:_KEYS_AT]
-        self._routes = _Rows(self._route_cells, _MAX_ROUTES, _ROUTE_WIDTH)
+        self._routes = NamedRows(self._route_cells, _MAX_ROUTES, _ROUTE_WIDTH)
         self._key_cells = cells[_KEYS_AT:]
-        self._keys = _Rows(self._key_cells, _MAX_KEYS, _KEY_WIDTH)
+        self._keys = NamedRows(self._key_cells, _MAX_KEYS, _KEY_WIDTH)
 
     def row(self, route: str) -> int:
         """Return the row of `METHOD ROUTE`, for `begin` and `end`."""

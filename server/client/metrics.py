@@ -23,7 +23,8 @@ from quire.engine.config.engine_config import CacheConfig, EngineConfig
 from quire.engine.config.parallel_config import MAX_REPLICAS
 from quire.engine.protocol.engine_core import FinishReason
 from quire.engine.protocol.stats import GROUPS, ITERATION_TOKENS, MAX_DRAFT_TOKENS, EngineStats, ExpertLoad, RankStats
-from quire.server.client import http_metrics, media_metrics
+from quire.server.client import adapter_metrics, http_metrics, media_metrics
+from quire.server.client.adapter_metrics import AdapterMetrics
 from quire.server.client.http_metrics import HttpMetrics, HttpTotals
 from quire.server.client.media_metrics import MediaMetrics
 from quire.server.client.table import map_table
@@ -93,6 +94,9 @@ ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Eng
         "Features of images and videos that were encoded.",
         lambda s: s.encoded_features,
     ),
+    ("adapters_prepared", "gauge", "Adapters in the memory of the host.", lambda s: s.adapters_prepared),
+    ("adapters_on_device", "gauge", "Adapters on the devices.", lambda s: s.adapters_on_device),
+    ("adapter_swaps", "counter", "Adapters that were copied to the devices.", lambda s: s.adapter_swaps),
 )
 
 # Metrics of a rank: name, kind, the name of another label, help, and the values by this label. Metrics that do not
@@ -231,6 +235,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 VLLM_NAMES = frozenset(HISTOGRAMS) | {
     "iteration_tokens_total",
+    "lora_requests_info",
     "num_requests_running",
     "num_requests_waiting",
     "kv_cache_usage_perc",
@@ -280,7 +285,9 @@ _PACK = Struct(f"{_STATS}d").pack_into
 _PER_REPLICA = _CELLS + _STATS
 _HTTP = MAX_REPLICAS * _PER_REPLICA
 """The place of the counts of HTTP requests in a process's values."""
-_PER_PROCESS = _HTTP + http_metrics.CELLS
+_ADAPTERS = _HTTP + http_metrics.CELLS
+"""The place of the counts of adapters in a process's values."""
+_PER_PROCESS = _ADAPTERS + adapter_metrics.CELLS
 """Memory that is not used is not allocated."""
 ReplicaState = Literal["removed", "loading", "up", "draining", "restarting", "dead"]
 STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
@@ -339,8 +346,12 @@ class Metrics:
         self._starts = [_PROCESSES + process * _PER_PROCESS for process in range(count)]
         """The start of each process's values."""
         self._own = self._starts[index]
-        self._http = [HttpMetrics(self._cells[start + _HTTP : start + _PER_PROCESS]) for start in self._starts]
+        self._http = [HttpMetrics(self._cells[start + _HTTP : start + _ADAPTERS]) for start in self._starts]
         self.http = self._http[index]
+        self._adapters = [
+            AdapterMetrics(self._cells[start + _ADAPTERS : start + _PER_PROCESS]) for start in self._starts
+        ]
+        self.adapters = self._adapters[index]
         takes_media = config is not None and config.media is not None
         self.media = MediaMetrics(path and media_table(path)) if takes_media else None
         """None: the model does not take images, or `config` is not known."""
@@ -380,6 +391,7 @@ class Metrics:
 
     def count_cut(self, process: int) -> int:
         """Count the requests that API process `process` had when it ended, and return their number."""
+        self._adapters[process].cut()
         return self._http[process].cut()
 
     def count_death(self, replica: int, reason: str) -> None:
@@ -510,6 +522,8 @@ class Metrics:
         yield from self._requests()
         if self.media is not None:
             yield from self._media(self.media)
+        if self._config is not None and self._config.lora is not None:
+            yield from self._of_adapters(self._config.lora.num_slots)
         yield from self._ranks([replica for replica in present if states[replica] in _LIVE])
         yield from self._experts()
 
@@ -593,6 +607,34 @@ class Metrics:
         yield self._histogram("media_load_seconds", meaning, media_metrics.SECONDS, seconds)
         meaning = "Bytes of processed images and videos in shared memory."
         yield self._metric("media_cache_bytes", "gauge", meaning, [(media.cache_bytes, {})])
+
+    def _of_adapters(self, num_slots: int) -> Iterator[str]:
+        """Metrics of adapters."""
+        totals = AdapterMetrics.totals(self._adapters)
+        running, waiting = (
+            ",".join(sorted(name for name, count in counts.items() if count > 0))
+            for counts in (totals.running, totals.waiting)
+        )
+        labels = {"max_lora": str(num_slots), "running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        meaning = "The adapters with running and with waiting requests, in labels; the value is the time, in seconds."
+        pairs = ",".join(f'{label}="{_escape(value)}"' for label, value in sorted(labels.items()))
+        sample = f"\nquire:lora_requests_info{{{pairs}}} {time.time()!r}"  # not kept: the labels change all the time
+        yield self._family("lora_requests_info", "gauge", meaning, sample)
+        for kind, counts in (("running", totals.running), ("waiting", totals.waiting)):
+            samples = ((count, {"adapter": name}) for name, count in counts.items())
+            yield self._metric(
+                f"adapter_requests_{kind}", "gauge", f"Requests with an adapter that are {kind}.", samples
+            )
+        for at, (name, meaning) in enumerate(adapter_metrics.COUNTS):
+            samples = ((each[at], {"adapter": adapter}) for adapter, each in totals.counts.items())
+            yield self._metric(name, "counter", meaning, samples)
+        meaning = "Time from the arrival of a request with an adapter to its first token, in seconds."
+        first = ((each, {"adapter": adapter}) for adapter, each in totals.first_tokens.items())
+        yield self._histogram("adapter_time_to_first_token_seconds", meaning, adapter_metrics.SECONDS, first)
+        meaning = "Time to load an adapter on all replicas, in seconds."
+        yield self._histogram("adapter_load_seconds", meaning, adapter_metrics.SECONDS, [(totals.loads, {})])
+        meaning = "Adapters that could not be loaded."
+        yield self._metric("adapter_load_errors", "counter", meaning, [(totals.failed, {})])
 
     def _durations(self, totals: HttpTotals, label: str) -> str:
         meaning = "Time from the headers of an HTTP request to the end of the response, in seconds."

@@ -13,7 +13,8 @@ from quire.server.client.tracing import RequestTimes, SequenceTrace
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine is still loading, has died, is restarting or shut down; the message says which, and why."""
+    """The engine is still loading, has died, is restarting or shut down, or cannot read the data of a request now; the
+    message says which, and why."""
 
     def __init__(self, message: str, reason: Literal["loading", "draining", "unavailable"] = "unavailable") -> None:
         """`reason` as in the metrics."""
@@ -127,8 +128,9 @@ class OutputStream:
             if output.finish_reason == "abort":
                 self._end(RequestAborted())
             else:
+                error = output.error or "the engine failed"
                 kind = RequestInvalid if output.is_invalid else RequestFailed
-                self._end(kind(output.error or "the engine failed"))
+                self._end(EngineUnavailable(error) if output.is_unavailable else kind(error))
             return
         earlier = self._unread.get(output.request_id)
         if earlier is None:

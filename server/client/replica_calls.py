@@ -1,4 +1,5 @@
-"""Calls to engine cores that they answer: probes, lists of requests, measurements of clocks, and profiles."""
+"""Calls to engine cores that they answer: probes, lists of requests, adapters to read, measurements of clocks, and
+profiles."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from quire.engine.protocol.engine_core import ListRequests, Probe, ProbeReply, RequestList
+from quire.engine.protocol.adapters import AdapterRef
+from quire.engine.protocol.engine_core import (
+    ListRequests,
+    PrepareAdapter,
+    PreparedAdapter,
+    Probe,
+    ProbeReply,
+    RequestList,
+)
 from quire.engine.protocol.profile import (
     Clock,
     ClockPing,
@@ -25,9 +34,11 @@ from quire.server.client.replica import Replica
 
 PROBE_SECONDS = 30.0
 """Timeout of a call. A step can take long, especially on a CPU."""
+_PREPARE_SECONDS = 600.0
+"""Timeout of reading an adapter, from a disk or a network that may be slow."""
 _CLOCK_PINGS = 5
 """Measurements of a replica's clock, of which the one with the shortest round trip counts."""
-Reply = ProbeReply | RequestList | ClockReply | ProfileReply
+Reply = ProbeReply | RequestList | PreparedAdapter | ClockReply | ProfileReply
 logger = logging.getLogger(__name__)
 
 
@@ -65,6 +76,19 @@ class ReplicaCalls:
         reply = answer.result()
         assert isinstance(reply, RequestList)
         return reply
+
+    async def prepare_adapter(self, replica: Replica, adapter: AdapterRef) -> str:
+        """Let a replica read an adapter into its memory; returns the error. Of one that has died, nothing is known: it
+        will read the adapter with the first request.
+        """
+        answer = await self._call(replica, PrepareAdapter(self.index, self.next_number(), adapter), _PREPARE_SECONDS)
+        if not answer.done():
+            return f"{self._subject(replica.number)} has not read the adapter within {_PREPARE_SECONDS:g} seconds"
+        if answer.cancelled():
+            return ""
+        reply = answer.result()
+        assert isinstance(reply, PreparedAdapter)
+        return reply.error
 
     async def ask(self, number: int, message: StartProfile | StopProfile) -> str:
         """Return a replica's reply to a call: the error; empty if there is none. Raises `EngineUnavailable`."""
@@ -121,7 +145,7 @@ class ReplicaCalls:
     async def _call(
         self,
         replica: Replica,
-        message: Probe | ListRequests | StartProfile | StopProfile | ClockPing,
+        message: Probe | ListRequests | PrepareAdapter | StartProfile | StopProfile | ClockPing,
         seconds: float | None = None,
     ) -> asyncio.Future[Reply]:
         """Send a message and wait for its reply: the future is done, cancelled if the replica has died, or pending."""

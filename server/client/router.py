@@ -5,6 +5,7 @@ the sum of
 
       the request's tokens that are not cached there
     + of the cached ones, as many as the replica has recently been sent above its share (`FAIR_SHARE`)
+    + `ADAPTER_TOKENS` if the replica was not recently sent a request with the same adapter
     + prompt tokens of requests that were sent there and have no token yet
     + `DECODE_TOKENS` for each other request there
     + the length of an output for each request that must finish before this one can start
@@ -24,8 +25,9 @@ slower by the moment. Without new measurements slowness is gradually forgotten, 
 tried again.
 
 The cache contents are estimated from the requests sent: the hash chains of prompts (and of outputs, after they finish),
-most recently used first, as many blocks as the replica has; another salt makes another chain. The current load is known
-for this process's requests, and comes from the replica's newest stats for other processes' requests.
+most recently used first, as many blocks as the replica has; another salt makes another chain, and so does another
+adapter from the first block on that it changes. The current load is known for this process's requests, and comes from
+the replica's newest stats for other processes' requests.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.engine.config.engine_config import CacheConfig
 from quire.engine.protocol.engine_core import EngineCoreRequest
@@ -41,6 +44,8 @@ from quire.engine.protocol.stats import EngineStats
 
 DECODE_TOKENS = 32
 """Tokens by which a running request delays the prompt of another."""
+ADAPTER_TOKENS = 64
+"""Tokens that take as long as getting an adapter onto a device."""
 FAIR_SHARE = 1.25
 """Factor for a replica's share of the recently sent tokens, by its speed, that it may get because of its cache."""
 _DECAY_REQUESTS = 64
@@ -59,13 +64,23 @@ _HALF_LIFE_SECONDS = 10.0
 """Time in which a measurement loses half its weight; without new ones, the logarithm of the slowness is halved."""
 
 
+class _Chain(NamedTuple):
+    """What a chain of hashes depends on, besides the tokens."""
+
+    salt: bytes
+    adapter: bytes
+    """Its digest; empty: there is none."""
+    adapter_start: int
+    """The first token that the adapter changes."""
+
+
 @dataclass(slots=True)
 class _PlacedRequest:
     """An unfinished request of this process."""
 
     replica: int
     prompt: list[int]
-    salt: bytes
+    chain: _Chain
     hashes: list[int]
     pending: int
     """Tokens to compute before its next token; 0 once that has arrived."""
@@ -82,6 +97,8 @@ class _ReplicaLoad:
 
     cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of blocks, in order of last use."""
+    adapters: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    """Digests of the adapters on its device, in order of last use."""
     capacity: int = 0
     """KV blocks of the replica; 0: not known yet."""
     open: int = 0
@@ -114,18 +131,19 @@ class Router:
         replicas: Sequence[int],
         *,
         cache: CacheConfig | None = None,
+        num_adapters: int = 0,
         max_num_seqs: int = 1,
         first: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `cache` there are no cached prefixes. `first` rotates the order of equal replicas, so that the
-        processes differ. `clock` returns the time in seconds.
+        """Without `cache` there are no cached prefixes. A replica's device has room for `num_adapters`. `first` rotates
+        the order of equal replicas, so that the processes differ. `clock` returns the time in seconds.
         """
         self._clock = clock
         self._loads = {number: _ReplicaLoad() for number in replicas}
         self._first = first
         self._placed: dict[str, _PlacedRequest] = {}
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._num_adapters = max_num_seqs, num_adapters
         self._block_size = cache.block_size if cache else 0
         self._num_groups = len(cache.groups) if cache else 1
         self._num_blocks = cache.num_blocks if cache else 0
@@ -142,8 +160,10 @@ class Router:
                 prompt[item.offset] = int.from_bytes(item.digest)
         tokens = prompt + submit.output_token_ids
         hashes: list[int] = []
+        digest = b"" if submit.adapter is None else submit.adapter.digest
+        chain = _Chain(submit.cache_salt, digest, submit.adapter_start)
         if self._has_prefix_cache:
-            self._extend_hashes(hashes, tokens, submit.cache_salt)
+            self._extend_hashes(hashes, tokens, chain)
         spares = submit.params.prompt_logprobs is None or bool(submit.output_token_ids)
         uncached_at = {number: self._num_uncached(number, len(tokens), hashes if spares else []) for number in stats}
         now = self._clock()
@@ -151,7 +171,11 @@ class Router:
         excess = self._excess(slowness)
         costs = {
             number: slowness[number]
-            * (min(len(tokens), uncached + excess[number]) + self._num_queued(number, stats[number]))
+            * (
+                min(len(tokens), uncached + excess[number])
+                + ADAPTER_TOKENS * (bool(digest) and digest not in self._loads[number].adapters)
+                + self._num_queued(number, stats[number])
+            )
             for number, uncached in uncached_at.items()
         }
         chosen = min(
@@ -167,7 +191,7 @@ class Router:
         placed = _PlacedRequest(
             replica=chosen,
             prompt=prompt,
-            salt=submit.cache_salt,
+            chain=chain,
             hashes=hashes,
             pending=uncached,
             blocks=self._num_new_blocks(uncached),
@@ -184,6 +208,11 @@ class Router:
         self._prompt += (uncached - self._prompt) * _AVERAGE_WEIGHT
         load.capacity = stats[chosen].kv_blocks or load.capacity
         self._record_cached(load, hashes)
+        if digest:
+            load.adapters[digest] = None
+            load.adapters.move_to_end(digest)
+            while len(load.adapters) > self._num_adapters:
+                load.adapters.popitem(last=False)
         return chosen
 
     def on_output(self, replica: int) -> None:
@@ -216,7 +245,7 @@ class Router:
             self._output += (len(output) - self._output) * _AVERAGE_WEIGHT
         if self._has_prefix_cache and output:
             # The KV of the last token is not computed.
-            self._extend_hashes(placed.hashes, (placed.prompt + output)[:-1], placed.salt)
+            self._extend_hashes(placed.hashes, (placed.prompt + output)[:-1], placed.chain)
             self._record_cached(load, placed.hashes)
 
     def _stop_waiting(self, request_id: str, placed: _PlacedRequest) -> int | None:
@@ -235,6 +264,7 @@ class Router:
         """Record that a replica has died; its cache is lost."""
         if (load := self._loads.get(replica)) is not None:
             load.cached.clear()
+            load.adapters.clear()
             load.seconds = load.tokens = 0.0
 
     def on_replica_ready(self, replica: int) -> None:
@@ -297,11 +327,12 @@ class Router:
             return True
         return stats.kv_blocks_used + self._loads[replica].blocks + self._num_new_blocks(uncached) <= total
 
-    def _extend_hashes(self, hashes: list[int], tokens: list[int], salt: bytes) -> None:
+    def _extend_hashes(self, hashes: list[int], tokens: list[int], chain: _Chain) -> None:
         """Append the missing hashes of a chain: one for each full block, over its tokens and all tokens before it."""
         size = self._block_size
         while (end := (len(hashes) + 1) * size) <= len(tokens):
-            hashes.append(hash((hashes[-1] if hashes else salt, *tokens[end - size : end])))
+            adapter = chain.adapter if end > chain.adapter_start else b""
+            hashes.append(hash((hashes[-1] if hashes else chain.salt, adapter, *tokens[end - size : end])))
 
     def _num_new_blocks(self, tokens: int) -> int:
         """KV blocks for this number of additional tokens."""

@@ -38,7 +38,9 @@ class RunningRequest:
     """The original request; the other fields hold the state to resume from."""
     prompt: PromptRequests
     lease: object = None
-    """Keeps the data of its images as long as this object refers to it."""
+    """Keeps the data of its images and of its adapter as long as this object refers to it."""
+    adapter: str = ""
+    """The name of its adapter; empty: it has none."""
     replica: int | None = None
     """None: it waits for a replica."""
     last_replica: int | None = None
@@ -91,6 +93,7 @@ class RunningRequest:
             self.num_cached_tokens or 0,
             len(self.delivered),
             submit.params.max_tokens,
+            b"" if submit.adapter is None else submit.adapter.digest,
         )
 
     def finish(self, reason: FinishReason, metrics: Metrics, replica: int, *, is_pooling: bool) -> None:
@@ -99,6 +102,13 @@ class RunningRequest:
         num_prompt_tokens, num_tokens = len(self.submit.prompt_token_ids), len(self.delivered)
         times = RequestTimes(time.monotonic() - self.arrived, num_tokens=num_tokens)
         metrics.finished(replica, reason, times.e2e)
+        if self.adapter:
+            metrics.adapters.finish(
+                self.adapter,
+                num_prompt_tokens * (prompt.num_open == prompt.n),
+                num_tokens,
+                has_started=self.first_output is not None,
+            )
         observe("request_prompt_tokens", num_prompt_tokens)
         decode_seconds = 0.0
         if self.first_output is not None:

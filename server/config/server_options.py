@@ -6,8 +6,9 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -17,6 +18,7 @@ from quire.engine.config.devices import free_host_memory
 from quire.engine.config.options import flag
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.media import MediaKind
+from quire.engine.protocol.supervision import NamedAdapter
 from quire.server.config.media_defaults import CACHE_GB, FETCH_SECONDS, MAX_BYTES
 
 if TYPE_CHECKING:
@@ -214,6 +216,76 @@ class MediaOptions:
                 raise ConfigError(f"--media-io-kwargs: {kind}: expected {kinds}, with an object of options")
 
 
+LORA_DISK_GB = 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Adapters (LoRA), with --enable-lora: which ones, and where clients may load more from."""
+
+    lora_modules: tuple[str, ...] | None = flag(
+        None,
+        "adapters that requests may name as their model: folders, GGUF files or Hugging Face repositories; also as "
+        'JSON, {"name": …, "path": …, "base_model_name": …}',
+        metavar="NAME=PATH",
+    )
+    lora_root: str | None = flag(None, "folder of the adapters that POST /v1/load_lora_adapter may load", metavar="DIR")
+    lora_resolver: Literal["off", "root", "hub"] = flag(
+        "off",
+        "where to look for models of requests that have no name here: nowhere, below --lora-root, or then also on the "
+        "Hugging Face Hub, from which POST /v1/load_lora_adapter may then load, too",
+    )
+    lora_disk_gb: float = flag(
+        LORA_DISK_GB,
+        "most GiB of the folder for temporary files (TMPDIR) for copies of adapters, which let requests go on when "
+        "their files are overwritten",
+    )
+
+    def adapters(self) -> list[NamedAdapter]:
+        """Return the adapters of `--lora-modules`. Raises `ConfigError`."""
+        found = dict[str, NamedAdapter]()
+        for given in self.lora_modules or ():
+            name, _, path = given.partition("=")
+            parent: Any = ""
+            if given.startswith("{"):
+                try:
+                    fields = json.loads(given)
+                except ValueError:
+                    raise ConfigError(f"--lora-modules {given}: not valid JSON") from None
+                name, path, parent = (fields.pop(each, "") for each in ("name", "path", "base_model_name"))
+                fields.pop("is_3d_lora_weight", None)  # vLLM's; the files show it
+                if fields:
+                    raise ConfigError(f"--lora-modules {given}: {next(iter(fields))} is not supported")
+            if not all(isinstance(each, str) for each in (name, path, parent)) or not name.strip() or not path:
+                raise ConfigError(f"--lora-modules {given}: expected NAME=PATH")
+            if "," in name:  # which metrics put between names
+                raise ConfigError(f"--lora-modules {given}: a name must have no comma")
+            if name in found:
+                raise ConfigError(f"--lora-modules {name} is given twice")
+            found[name] = NamedAdapter(name, path, int(time.time()), parent=parent)
+        return [*found.values()]
+
+    def check_adapters(self, base_names: Sequence[str], *, is_enabled: bool) -> None:
+        """Raise `ConfigError` for invalid options; `is_enabled`: with `--enable-lora`."""
+        for name in ("lora_modules", "lora_root"):
+            if getattr(self, name) is not None and not is_enabled:
+                raise ConfigError(f"--{name.replace('_', '-')} requires --enable-lora")
+        if self.lora_resolver != "off" and not is_enabled:
+            raise ConfigError(f"--lora-resolver {self.lora_resolver} requires --enable-lora")
+        if self.lora_resolver == "root" and self.lora_root is None:
+            raise ConfigError("--lora-resolver root requires --lora-root")
+        if self.lora_root is not None and not os.path.isdir(self.lora_root):
+            raise ConfigError(f"--lora-root {self.lora_root}: not a folder")
+        if not 0 <= self.lora_disk_gb < math.inf:
+            raise ConfigError(f"--lora-disk-gb {self.lora_disk_gb:g}: must be at least 0, and finite")
+        for each in self.adapters():
+            if each.name in base_names:
+                raise ConfigError(f"--lora-modules {each.name}: it is a name of the base model; choose another one")
+            if each.parent and each.parent not in base_names:
+                names = " or ".join(base_names)
+                raise ConfigError(f"--lora-modules {each.name}: base_model_name: {each.parent} is not {names}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
     """The address, the processes and the life of the server."""
@@ -266,7 +338,8 @@ class AccessOptions:
     )
     admin_key: tuple[str, ...] | None = flag(
         None,
-        "keys that may also change the number of replicas and the log level, and record profiles; API keys may not "
+        "keys that may also change the number of replicas and the log level, load adapters, and record profiles; API "
+        "keys may not "
         "(default: the keys in the environment variable QUIRE_ADMIN_KEY)",
         metavar="KEY",
     )
@@ -284,14 +357,14 @@ class AccessOptions:
         "key; changes take effect immediately",
         metavar="FILE",
     )
-    fair_share: Literal["off", "key", "user", "address"] = flag(
+    fair_share: Literal["off", "key", "user", "address", "adapter"] = flag(
         "off",
-        "what identifies clients that share the engine fairly: their API key, the `user` of the request, or their "
-        "address; off: first come, first served (see docs/guides/deployment.md)",
+        "who share the engine fairly: clients by their API key, by the `user` of the request or by their address, or "
+        "adapters; off: first come, first served (see docs/guides/deployment.md)",
     )
     fair_share_weights: tuple[str, ...] | None = flag(
         None,
-        "with --fair-share user or address, weights other than 1; weights of API keys are in --api-key-file",
+        "with --fair-share user, address or adapter, weights other than 1; weights of API keys are in --api-key-file",
         metavar="NAME=WEIGHT",
     )
 
@@ -396,7 +469,15 @@ class TlsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(  # in reverse, as for `EngineOptions`
-    TlsOptions, BrowserOptions, MonitoringOptions, LimitOptions, AccessOptions, MediaOptions, HttpOptions, ChatOptions
+    TlsOptions,
+    BrowserOptions,
+    MonitoringOptions,
+    LimitOptions,
+    AccessOptions,
+    MediaOptions,
+    AdapterOptions,
+    HttpOptions,
+    ChatOptions,
 ):
     """All server options, for the command line and `--config FILE.yaml`."""
 
@@ -464,8 +545,8 @@ class ServerOptions(  # in reverse, as for `EngineOptions`
                 raise ConfigError("--served-model-name is empty; omit it to use the name of the model")
             if twice := [name for name, count in Counter(self.served_model_name).items() if count > 1]:
                 raise ConfigError(f"--served-model-name {twice[0]} is given twice")
-        if self.share_weights and self.fair_share not in ("user", "address"):
-            raise ConfigError("--fair-share-weights requires --fair-share user or address")
+        if self.share_weights and self.fair_share not in ("user", "address", "adapter"):
+            raise ConfigError("--fair-share-weights requires --fair-share user, address or adapter")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"--root-path {self.root_path}: expected a path such as /llm, or nothing")
         for name, keys in (("api", self.api_key), ("admin", self.admin_key), ("metrics", self.metrics_key)):

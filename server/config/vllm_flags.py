@@ -298,14 +298,14 @@ IGNORED: dict[str, str] = {
         "--max-seq-len-to-capture= --multi-step-stream-outputs --num-lookahead-slots= --num-scheduler-steps= "
         "--preemption-mode= --scheduler-delay-factor= --use-v2-block-manager"
     ),
-    "LoRA adapters are not supported": (
-        "--fully-sharded-loras --lora-dtype= --lora-extra-vocab-size= --max-cpu-loras= --max-lora-rank= --max-loras="
-    ),
+    "ranks divide adapters as they divide the weights that these change": "--fully-sharded-loras",
+    "the sizes of adapters come from their files": "--lora-extra-vocab-size=",
+    "--lora-memory limits the host's memory for adapters": "--max-cpu-loras=",
 }
 """Flags without effect, by the reason."""
 
 REFUSED: dict[str, str] = {
-    "LoRA adapters are not supported; use quire merge": "--enable-lora --lora-modules+",
+    "it is not supported; omit it, adapters are computed in the model's type": "--lora-dtype=auto",
     "it is not supported; omit it, prefixes are kept in the KV cache of each replica": (
         "--kv-events-config= --kv-transfer-config="
     ),
@@ -377,7 +377,6 @@ default. Those that begin with VLLM_CPU_ have no effect on GPUs."""
 
 VARIABLES_REFUSED: dict[str, str] = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "use --hf-overrides to set max_position_embeddings, and rope_scaling if needed",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "LoRA adapters are not supported; use quire merge",
     "VLLM_CPU_INT4_W4A8": "it is not supported; --quantization int8 also quantizes activations",
     "VLLM_DP_MASTER_IP=127.0.0.1": "use --data-parallel-address",
     "VLLM_DP_MASTER_PORT": "use --data-parallel-rpc-port",

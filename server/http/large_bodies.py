@@ -20,7 +20,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -39,6 +39,7 @@ from quire.server.http.errors import ApiError, reason_of_status, respond
 from quire.server.http.response import cancelled_without_client, while_connected
 from quire.server.http.response_store import ResponseStore
 from quire.server.media.data_urls import CUT_FILES
+from quire.server.text.adapter import OWN_TEMPLATE
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.media_input import MediaAccess, MediaDeferred
@@ -84,11 +85,16 @@ class LargeBodies:
         responses: ResponseStore,
         max_model_len: Callable[[], int],
         media: MediaAccess | None = None,
+        names: Sequence[str] = (),
+        own_template: Callable[[str], Awaitable[str]] | None = None,
     ) -> None:
-        """`max_model_len` returns the model's present length, `media` as in `InputProcessor.load`."""
-        self.responses, self._max_model_len = responses, max_model_len
+        """`max_model_len` returns the model's present length, and `media` is as in `InputProcessor.load`. The adapter
+        whose name `own_template` gets, none of the model's `names`, has the chat template that it returns, if any.
+        """
+        self.responses, self._max_model_len, self._own_template = responses, max_model_len, own_template
         processes = [route.process_large for route in routes if route.body_field is not None]
-        self._sandbox = Sandbox(_make, (model, formats, processes, media), BODY_SECONDS, BODY_MEMORY, _NICENESS)
+        argument = model, formats, processes, media, names
+        self._sandbox = Sandbox(_make, argument, BODY_SECONDS, BODY_MEMORY, _NICENESS)
         slots = max(2, len(os.sched_getaffinity(0)) // 2)
         self._slots, self._waiting_slots = FairSlots(slots), FairSlots(_WAITING_BODIES * slots)
         self.trusts_templates = formats.trust_request_chat_template
@@ -99,7 +105,16 @@ class LargeBodies:
 
     async def process(self, process_large: ProcessLarge, body: bytes | memoryview, stored: bytes | None = None) -> Any:
         """Return the result of `process_large`; raises `HTTPException`, and `Answered` with a complete response."""
-        header = pickle.dumps((process_large, stored, self._max_model_len(), current_key()))
+        result = await self._ask(process_large, body, stored, "" if self._own_template is None else None)
+        if isinstance(result, _OfAdapter):  # only the parser knows its name
+            assert self._own_template is not None
+            result = await self._ask(process_large, body, stored, await self._own_template(result.name))
+        return result
+
+    async def _ask(
+        self, process_large: ProcessLarge, body: bytes | memoryview, stored: bytes | None, template: str | None
+    ) -> Any:
+        header = pickle.dumps((process_large, stored, self._max_model_len(), current_key(), template))
         try:
             async with self._slots:
                 answer = await self._sandbox.ask_async(pickle.dumps(False), header, body)
@@ -170,6 +185,13 @@ class Continued:
     """The request refers to stored responses, whose items `process_large` needs."""
 
     response_ids: Collection[str]
+
+
+@dataclass(frozen=True)
+class _OfAdapter:
+    """The request names an adapter, whose chat template must be known first."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -358,33 +380,47 @@ class _LargeBody:
         self._bodies.release(self._share, self._size)
 
 
-def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[ProcessLarge], MediaAccess | None]) -> Answer:
+def _make(
+    argument: tuple[ModelConfig, ChatFormats, Sequence[ProcessLarge], MediaAccess | None, Sequence[str]],
+) -> Answer:
     """Make the sandbox's function. Unpickling the argument has imported the routes."""
-    model, formats, _, media = argument
+    model, formats, _, media, names = argument
     processor = InputProcessor.load(model, formats, SizeCheck(), media)
     _ = processor.tokenizer.max_characters  # not in each fork again
 
     def answer(question: bytes) -> bytes:
         stream = io.BytesIO(question)
         may_wait = pickle.load(stream)
-        process_large, stored, max_model_len, key = pickle.load(stream)
+        process_large, stored, max_model_len, key, template = pickle.load(stream)
         processor.limit(max_model_len)
         if processor.media is not None:
             processor.media.owner, processor.media.may_wait = key, may_wait
-        return pickle.dumps(_process(process_large, stream.read(), processor, stored))
+        return pickle.dumps(_process(process_large, stream.read(), processor, stored, names, template))
 
     return answer
 
 
-def _process(process_large: ProcessLarge, body: bytes, processor: InputProcessor, stored: bytes | None) -> Any:
+def _process(
+    process_large: ProcessLarge,
+    body: bytes,
+    processor: InputProcessor,
+    stored: bytes | None,
+    names: Sequence[str],
+    template: str | None,
+) -> Any:
     """The route's input from this body, or `_Raised`, or a response. Errors are the same as FastAPI's. The process that
-    asks logs a `TokenizerFailed`.
+    asks logs a `TokenizerFailed`. With no `template`, the body of a request to a model without one of the `names` is
+    not processed, but `_OfAdapter`.
     """
     try:
         value = _parsed(body)
     except json.JSONDecodeError as error:
         problem = {"type": "json_invalid", "loc": ("body",), "msg": error.msg}
         return respond(RequestValidationError([problem]))
+    name = value.get("model") if isinstance(value, dict) else None
+    if template is None and isinstance(name, str) and name not in names:
+        return _OfAdapter(name)
+    OWN_TEMPLATE.set(template or "")
     try:
         return asyncio.run(process_large(value, processor, stored))
     except MemoryError:

@@ -12,9 +12,11 @@ from pydantic import PrivateAttr, ValidationError
 
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.client.fair_share import enter_user
+from quire.server.client.output_stream import EngineUnavailable
 from quire.server.http.request_model import RequestModel, check_length
 from quire.server.media.data_urls import CUT_FILES
 from quire.server.serving.frontend import Frontend
+from quire.server.text.adapter import OWN_TEMPLATE
 from quire.server.text.conversation import CHAT_NAMES, ParamNames
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import Processed, Task, refusal, tasks_of
@@ -57,6 +59,8 @@ class RequestBody(RequestModel):
             if (files := CUT_FILES.get()) is not None:
                 files.check()
             return value
+        if self._processed.own_template != OWN_TEMPLATE.get():
+            raise EngineUnavailable("the adapter's chat template has just changed; try again")
         return await admit(self._processed.ignored).resolve(self._processed)
 
     @abstractmethod
@@ -86,6 +90,7 @@ class RequestBody(RequestModel):
             unresolved=processor.take_unresolved(),
             ignored=processor.ignored,
             leases=processor.take_leases(),
+            own_template=OWN_TEMPLATE.get(),
         )
         return self.reduced(processed)
 

@@ -39,6 +39,8 @@ ROUTES = (
 """
 HEALTH_ROUTE, PREDICT_ROUTE = "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"
 """Vertex AI sets these environment variables in the container."""
+ADAPTER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
+"""SageMaker names an adapter here."""
 MAX_INSTANCES = 1024
 MAX_COPIED_BYTES = 64 * 2**20
 """Maximum size of all copies of `parameters`, of which every instance gets one."""
@@ -85,10 +87,13 @@ async def ping(state: AppState) -> Response:
 @router.post("/invocations")
 async def invocations(body: dict[str, Any], request: Request, state: AppState) -> Response:
     """Forward to chat (with `messages`), completions (`prompt`), embeddings or a classifier (`input`, or `messages`;
-    with `task` pooling), rerank (`query`) or score (`text_1`, `data_1` or `queries`).
+    with `task` pooling), rerank (`query`) or score (`text_1`, `data_1` or `queries`). The header
+    `X-Amzn-SageMaker-Adapter-Identifier` names an adapter, in place of `model`.
     """
-    route = _route(body, "", state.frontend.input_processor.pooling)
-    return _ForwardedResponse(request, route, await request.body())
+    route, content = _route(body, "", state.frontend.input_processor.pooling), await request.body()
+    if (adapter := request.headers.get(ADAPTER_HEADER)) is not None:
+        content = _with_model(content, adapter)
+    return _ForwardedResponse(request, route, content)
 
 
 def add_vertex(app: FastAPI) -> set[str]:
@@ -126,6 +131,13 @@ async def predict(body: dict[str, Any], request: Request, state: AppState) -> Re
     if failed := next((reply for reply in replies if reply.status != 200), None):
         return Response(bytes(failed.body), failed.status, media_type="application/json")
     return json_response({"predictions": [msgspec.Raw(reply.body) for reply in replies]})
+
+
+def _with_model(content: bytes, model: str) -> bytes:
+    """An object's JSON with another `model`: of a name that occurs twice, the last one counts."""
+    if b"\0" in content[:4]:
+        raise InvalidParameter("the body must be UTF-8", None)
+    return b'%b,"model":%b}' % (content.rstrip().removesuffix(b"}"), json.dumps(model).encode())
 
 
 def _instances(body: Mapping[str, Any], pooling: Pooling | None) -> list[tuple[str, bytes]]:

@@ -13,6 +13,7 @@ from fastapi import Depends, Header, Request
 from quire.engine.config.plan_text import plan_text
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.client.engine_client import DATA_PARALLEL_RANK, RANK_HEADER
+from quire.server.client.fair_share import enter_model
 from quire.server.client.tracing import TRACE
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.errors import ModelNotFound
@@ -21,6 +22,10 @@ from quire.server.http.response_store import ResponseStore
 from quire.server.http.watched_files import WatchedFiles
 from quire.server.media.uploads import Uploads
 from quire.server.serving.frontend import Frontend
+from quire.server.text.adapter import OWN_TEMPLATE, RequestAdapter
+
+_SHOWN_NAMES = 16
+"""Names of models in an error."""
 
 
 @dataclass
@@ -68,18 +73,41 @@ class ServedModel:
             self.responses,
             lambda: frontend.config.model.max_model_len,
             frontend.media,
+            self.model_names,
+            self._own_template if frontend.adapters.is_enabled else None,
         )
 
-    def check_model(self, name: str | None) -> str:
-        """Return the model name for the response; raises `ModelNotFound` for another model."""
+    async def _own_template(self, name: str) -> str:
+        adapter = await self._find_adapter(name)
+        return "" if adapter is None else adapter.chat_template
+
+    async def _find_adapter(self, name: str) -> RequestAdapter | None:
+        """Find an adapter by its name, or by `BASE:NAME`, as SGLang's clients write it."""
+        find = self.frontend.adapters.find
+        if (adapter := await find(name)) is not None:
+            return adapter
+        names = (name.removeprefix(f"{base}:") for base in self.model_names if name.startswith(f"{base}:"))
+        return await find(own) if (own := next(names, "")) else None
+
+    def not_found(self, name: str) -> ModelNotFound:
+        """Return the error for a model that does not exist."""
+        names = [*self.model_names, *self.frontend.adapters.named]
+        shown = " or ".join(names[:_SHOWN_NAMES]) + " or others (GET /v1/models)" * (len(names) > _SHOWN_NAMES)
+        return ModelNotFound(f"the model {name!r} does not exist; available: {shown}", "model")
+
+    async def find_model(self, name: str | None) -> tuple[str, RequestAdapter | None]:
+        """Return the model name for the response, and the adapter that it is the name of; raises `ModelNotFound` for
+        another model."""
+        adapter = None
         if name is not None and name not in self.model_names:
-            raise ModelNotFound(
-                f"the model {name!r} does not exist; available: {' or '.join(self.model_names)}", "model"
-            )
+            if (adapter := await self._find_adapter(name)) is None:
+                raise self.not_found(name)
+            enter_model(adapter.name)
+        OWN_TEMPLATE.set("" if adapter is None else adapter.chat_template)
         name = name or self.model_names[0]
         if (trace := TRACE.get()) is not None:
             trace.model = name
-        return name
+        return name, adapter
 
 
 async def _of(request: Request) -> ServedModel:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from quire.engine.protocol.supervision import NamedAdapter
 from quire.server.client.output_stream import EngineUnavailable
 from quire.server.http.errors import json_response
 from quire.server.http.roles import MetricsReader
@@ -69,14 +70,20 @@ async def version(request: Request) -> Response:
 
 @router.get("/v1/models")
 async def models(state: AppState) -> Response:
-    """The served model, under each of its names."""
-    return json_response({"object": "list", "data": [_model(state, name) for name in state.model_names]})
+    """The served model, under each of its names, and its adapters."""
+    found = [_model(state, name) for name in state.model_names]
+    found += [_adapter(state, each) for each in state.frontend.adapters.named.values()]
+    return json_response({"object": "list", "data": found})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, state: AppState) -> Response:
-    """The served model, if it has this name."""
-    return json_response(_model(state, state.check_model(name)))
+    """The served model or the adapter that has this name."""
+    if (adapter := state.frontend.adapters.named.get(name)) is not None:
+        return json_response(_adapter(state, adapter))
+    if name not in state.model_names:
+        raise state.not_found(name)
+    return json_response(_model(state, name))
 
 
 def _model(state: ServedModel, name: str) -> dict[str, Any]:
@@ -88,4 +95,14 @@ def _model(state: ServedModel, name: str) -> dict[str, Any]:
         "root": state.model_names[0],
         "parent": None,
         "max_model_len": state.frontend.config.model.max_model_len,
+    }
+
+
+def _adapter(state: ServedModel, adapter: NamedAdapter) -> dict[str, Any]:
+    """An adapter. `digest` is null until its weights have been read, for the first request."""
+    return _model(state, adapter.name) | {
+        "created": adapter.created,
+        "root": adapter.path,
+        "parent": adapter.parent or state.model_names[0],
+        "digest": None if adapter.ref is None else adapter.ref.digest.hex(),
     }

@@ -324,10 +324,10 @@ class ChatRequest(ReasoningRequest, GenerationRequest):
 @router.post("/v1/chat/completions", dependencies=[MayChooseReplica])
 async def chat_completions(body: ChatRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation."""
-    model = state.check_model(body.model)
+    model, adapter = await state.find_model(body.model)
     chat: GenerationInput = await body.process(state.frontend)
     request_id = body.response_id("chatcmpl")
-    generation = state.frontend.generate(request_id, chat)
+    generation = state.frontend.generate(request_id, replace(chat, adapter=adapter))
     formatter = _ChatFormatter(state.frontend.input_processor.tokenizer, body, chat, body.names_tokens_by_id(state))
     usage = Usage(chat.prompts, chat.params.n, chat.media)
     response = GenerationResponse(request_id, model, formatter, usage, has_times=state.has_request_times)

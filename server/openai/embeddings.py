@@ -37,10 +37,10 @@ class EmbeddingRequest(VectorsBody):
 @router.post("/v1/embeddings", dependencies=[MayChooseReplica])
 async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) -> Response:
     """Compute the embedding vectors of one or more inputs, with an embedding model."""
-    model = state.check_model(body.model)
+    model, adapter = await state.find_model(body.model)
     given: PoolingInput = await body.process(state.frontend)
     request_id = make_id(body, "embd")
-    outputs, pooling = await run(request, state, body, request_id, given)
+    outputs, pooling = await run(request, state, body, request_id, replace(given, adapter=adapter))
     data = await asyncio.to_thread(_data, outputs, pooling, body.vectors(), body.encoding_format == "base64")
     return respond(request_id, model, data, given)
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -237,10 +238,10 @@ def usage(given: PoolingInput) -> dict[str, Any]:
 @router.post("/classify", dependencies=[MayChooseReplica])
 async def classify(body: ClassificationRequest, request: Request, state: AppState) -> Response:
     """Compute the probability of each label for one or more texts, with a classifier; as in vLLM."""
-    model = state.check_model(body.model)
+    model, adapter = await state.find_model(body.model)
     given: PoolingInput = await body.process(state.frontend)
     request_id = make_id(body, "classify")
-    outputs, pooling = await run(request, state, body, request_id, given)
+    outputs, pooling = await run(request, state, body, request_id, replace(given, adapter=adapter))
     data = await asyncio.to_thread(_classes, outputs, pooling, body.use_activation)
     return respond(request_id, model, data, given)
 
@@ -261,10 +262,10 @@ def _classes(
 @router.post("/pooling", dependencies=[MayChooseReplica])
 async def pooling(body: PoolingRequest, request: Request, state: AppState) -> Response:
     """Compute the pooled outputs of texts: vectors of an embedding model, probabilities of a classifier."""
-    model = state.check_model(body.model)
+    model, adapter = await state.find_model(body.model)
     given: PoolingInput = await body.process(state.frontend)
     request_id, options = make_id(body, "pool"), body.vectors()
-    outputs, pooled = await run(request, state, body, request_id, given)
+    outputs, pooled = await run(request, state, body, request_id, replace(given, adapter=adapter))
     data = await asyncio.to_thread(_pooled, outputs, pooled, options, body.encoding_format == "base64")
     return respond(request_id, model, data, given)
 

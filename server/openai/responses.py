@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -32,11 +33,11 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses", dependencies=[MayChooseReplica])
 async def create_response(body: ResponsesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, or continue an earlier response."""
-    model = state.check_model(body.model)
+    model, adapter = await state.find_model(body.model)
     body = await body.with_stored(state, await request.body())
     processed: ProcessedResponse = await body.process(state.frontend)
     response = ResponseFormatter(model, processed, state)
-    generation = state.frontend.generate(response.id, processed.chat)
+    generation = state.frontend.generate(response.id, replace(processed.chat, adapter=adapter))
     if body.stream:
         return EventStreamResponse(generation, partial(response.write_events, generation), end=b"")
     with generation:
@@ -103,6 +104,6 @@ async def list_input_items(
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(body: InputTokensRequest, request: Request, state: AppState) -> Response:
     """Count the tokens of an input, including its instructions and tools."""
-    state.check_model(body.model)
+    await state.find_model(body.model)
     body = await body.with_stored(state, await request.body())
     return json_response({"object": "response.input_tokens", "input_tokens": await body.process(state.frontend)})

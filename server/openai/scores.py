@@ -129,10 +129,10 @@ async def _scores(
 @router.post("/v1/score", dependencies=[MayChooseReplica])
 async def score(body: ScoreRequest, request: Request, state: AppState) -> Response:
     """Score pairs of texts with a cross-encoder, which has one label, or with an embedding model; as in vLLM."""
-    model = state.check_model(body.model)
+    model, adapter = await state.find_model(body.model)
     given: PoolingInput = await body.process(state.frontend)
     request_id = make_id(body, "score")
-    found = await _scores(request, state, body, request_id, given)
+    found = await _scores(request, state, body, request_id, replace(given, adapter=adapter))
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found)]
     return respond(request_id, model, data, given)
 
@@ -151,10 +151,10 @@ async def rerank_v2(body: RerankRequest, request: Request, state: AppState) -> R
 
 
 async def _rerank(body: RerankRequest, request: Request, state: ServedModel, version: str) -> Response:
-    model = state.check_model(body.model)
+    model, adapter = await state.find_model(body.model)
     given, texts = await body.process(state.frontend)
     request_id = make_id(body, "rerank")
-    found = await _scores(request, state, body, request_id, given)
+    found = await _scores(request, state, body, request_id, replace(given, adapter=adapter))
     best = sorted(range(len(found)), key=lambda index: -found[index])
     return json_response(
         {

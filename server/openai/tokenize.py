@@ -68,14 +68,14 @@ class DetokenizeRequest(RequestBody):
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
     """Return the token ids of a prompt or a chat, which may exceed the model's maximum length."""
-    state.check_model(body.model)
+    await state.find_model(body.model)
     return Response(await body.process(state.frontend), media_type="application/json")
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, state: AppState) -> Response:
     """Return the text of token ids, including special tokens."""
-    state.check_model(body.model)
+    await state.find_model(body.model)
     return Response(await body.process(state.frontend), media_type="application/json")
 
 

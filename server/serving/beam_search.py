@@ -66,7 +66,10 @@ class BeamSearch(Generation):
         for name in _UNSUPPORTED:
             if getattr(given.params, name) != getattr(_DEFAULTS, name):
                 raise InvalidParameter(f"{name} is not supported with use_beam_search", name)
-        self._request_id, self._given, self._generate = request_id, given, generate
+        self._request_id, self._generate = request_id, generate
+        if (adapter := given.adapter) is not None:  # its invocation is one in the prompt, not in the output
+            given = replace(given, adapter_starts=[*map(adapter.start, given.prompts)])
+        self._given = given
         self._tokenizer, self._model = tokenizer, model
         self._step: Generation | None = None
         self._is_over = False
@@ -99,7 +102,8 @@ class BeamSearch(Generation):
             if not places:
                 break
             media = [self._given.media[at] for at, _ in places] if self._given.media else ()
-            deltas = await self._next([prompts[at] + beam.token_ids for at, beam in places], media)
+            starts = [self._given.adapter_starts[at] for at, _ in places] if self._given.adapter_starts else ()
+            deltas = await self._next([prompts[at] + beam.token_ids for at, beam in places], media, starts)
             if number == 0:
                 self._num_cached_tokens = cached = deltas[0].num_cached_tokens
             grown: list[list[tuple[float, _Beam, TokenLogprobs, int]]] = [[] for _ in prompts]
@@ -132,12 +136,21 @@ class BeamSearch(Generation):
         self._end("stop", sum(len(delta.token_ids) for delta in deltas))
         yield deltas
 
-    async def _next(self, sequences: list[list[int]], media: Sequence[Sequence[MediaItem]]) -> list[TextDelta]:
-        """Return the next token of each sequence, with log-probabilities. `media` has the items of each one."""
+    async def _next(
+        self, sequences: list[list[int]], media: Sequence[Sequence[MediaItem]], adapter_starts: Sequence[int | None]
+    ) -> list[TextDelta]:
+        """Return the next token of each sequence, with log-probabilities. `media` and `adapter_starts` are of each
+        one."""
         top = min(2 * self._given.params.n, self._model.architecture.vocab_size)
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=top)
         step = replace(
-            self._given, prompts=sequences, media=media, params=params, output_format=None, length_penalty=None
+            self._given,
+            prompts=sequences,
+            media=media,
+            adapter_starts=adapter_starts,
+            params=params,
+            output_format=None,
+            length_penalty=None,
         )
         deltas = [TextDelta(index) for index in range(len(sequences))]
         try:

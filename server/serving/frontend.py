@@ -19,7 +19,6 @@ from typing import Self
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process import log
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.supervision import EngineState, LogLevel, ReplicaUp
 from quire.server.client.dp_coordinator import DPCoordinator
@@ -34,13 +33,14 @@ from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
 from quire.server.media.service import MediaService
 from quire.server.media.types import MediaSettings
+from quire.server.serving.adapters import AdapterRegistry, AdapterSettings, Change
 from quire.server.serving.beam_search import BeamSearch
 from quire.server.serving.generation import Embedding, Generation
 from quire.server.serving.open_requests import ENGINE_ID, SEARCH_ID
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import GenerationInput, PoolingInput, Task, refusal, tasks_of
-from quire.server.text.media_input import MediaAccess, MediaLease
+from quire.server.text.media_input import MediaAccess
 from quire.server.text.output_processor import OutputProcessor
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class Frontend:
         set_log_level: Callable[[LogLevel], None] = log.set_level,
         manager: EngineManager | None = None,
         media_path: str = "",
+        adapters: AdapterSettings | None = None,
+        change_adapter: Change | None = None,
     ) -> None:
         """Create the text side for an engine that a manager has started; `name` and `max_queue` as in `start`,
         `vllm_metrics` as in `Metrics`, `on_drained` as in `EngineClient`.
@@ -82,6 +84,7 @@ class Frontend:
         The caller passes on the manager's states to `update`. `ask_resize` asks the supervisor for another number of
         replicas; None: it cannot be asked. `set_log_level` sets the level of log messages in all processes. A
         `manager` is closed with the frontend. `media_path` is the socket of the media process; empty: there is none.
+        `adapters` says where adapters may come from, and `change_adapter` is as in `AdapterRegistry`.
         """
         self.config = config
         self.media = MediaAccess(media_path, config.media.max_items) if media_path and config.media else None
@@ -100,9 +103,18 @@ class Frontend:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_queue=max_queue,
             cache=config.cache,
+            num_adapters=0 if config.lora is None else config.lora.num_slots,
             is_pooling=config.model.pooling is not None,
             token=config.parallel.cluster_token,
             on_drained=on_drained,
+        )
+        self.adapters = AdapterRegistry(
+            config.model,
+            adapters or AdapterSettings((name,)),
+            self.client.prepare_adapter,
+            is_enabled=config.lora is not None,
+            metrics=self.metrics.adapters,
+            change=change_adapter,
         )
         self.profiler = Profiler(self.client, config.parallel.world_size)
         self.is_draining = False
@@ -133,12 +145,14 @@ class Frontend:
         max_queue: int | None = None,
         hosts: DPCoordinator | None = None,
         media: MediaSettings | None = None,
+        adapters: AdapterSettings | None = None,
     ) -> Frontend:
         """Start this host's engine cores, and load the tokenizer meanwhile. `name` is a label of the metrics.
 
         With `max_queue`, `admit` and `generate` raise `QueueFull` when that many requests are waiting. `hosts` are the
         hosts of other replicas (`quire.server.client.dp_coordinator.connect_hosts`), which are closed with the
-        frontend. `media` are the settings for images and videos; None: they are refused.
+        frontend. `media` are the settings for images and videos; None: they are refused. `adapters` says where adapters
+        may come from.
         """
         manager = EngineManager(config, name=name, log_level=log_level, hosts=hosts)
         frontend = Frontend(
@@ -150,6 +164,7 @@ class Frontend:
             on_drained=partial(manager.drained, 0),
             manager=manager,
             media_path="" if media is None else MediaService(manager, media).path,
+            adapters=adapters,
         )
         loop = asyncio.get_running_loop()
 
@@ -289,7 +304,7 @@ class Frontend:
         ]
         tokenizer = self.input_processor.tokenizer
         stream, engine_ids = self._submit(
-            request_id, sequences, given.priority, given.cache_salt, given.params.n, given.media, given.media_lease
+            request_id, sequences, given, given.priority, given.cache_salt, n=given.params.n
         )
         try:  # the engine works on the prompts meanwhile
             processors = {
@@ -321,7 +336,7 @@ class Frontend:
                 record.prompts += self._texts(given.prompts, record.prompt_characters)
         sequences = [(prompt, _NO_PARAMS) for prompt in given.prompts]
         stream, engine_ids = self._submit(
-            request_id, sequences, priority, cache_salt, 1, given.media, given.media_lease, given.second_segments
+            request_id, sequences, given, priority, cache_salt, second_segments=given.second_segments
         )
         embedding = self._open[request_id] = Embedding(stream, engine_ids)
         return embedding
@@ -336,11 +351,11 @@ class Frontend:
         self,
         request_id: str,
         sequences: Sequence[tuple[list[int], SamplingParams]],
+        given: GenerationInput | PoolingInput,
         priority: int,
         cache_salt: str | None,
+        *,
         n: int = 1,
-        media: Sequence[Sequence[MediaItem]] = (),
-        lease: MediaLease | None = None,
         second_segments: Sequence[int] = (),
     ) -> tuple[OutputStream, list[str]]:
         """Submit the sequences of a request, `n` for each prompt; returns their outputs and their ids."""
@@ -355,7 +370,22 @@ class Frontend:
         if self._num_resets:
             salt = blake2b(b"%d/%b" % (self._num_resets, salt), digest_size=16).digest()
         requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]
-        return self.client.submit(requests, priority, salt, n, second_segments, media, lease), engine_ids
+        starts: Sequence[int | None] = ()
+        if (adapter := given.adapter) is not None:
+            starts = given.adapter_starts or [*map(adapter.start, given.prompts)]
+        stream = self.client.submit(
+            requests,
+            priority,
+            salt,
+            n,
+            second_segments,
+            given.media,
+            (given.media_lease, adapter),
+            None if adapter is None else adapter.ref,
+            starts,
+            "" if adapter is None else adapter.name,
+        )
+        return stream, engine_ids
 
     async def close(self, *, together: bool = False) -> None:
         """Abort running requests, and stop the engine if `start` has started it.
@@ -365,6 +395,7 @@ class Frontend:
         (loaded,) = await asyncio.gather(self._loading, return_exceptions=True)
         if isinstance(loaded, InputProcessor):
             loaded.close()
+        self.adapters.close()
         self.client.fail(SHUTTING_DOWN)
         if self._manager is not None:
             thread = self._manager.stop_thread(together=together)

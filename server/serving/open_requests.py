@@ -56,6 +56,8 @@ class OpenRequest:
     """queued: no replica is up."""
     api: int
     """Number of the API process."""
+    adapter: str | None
+    """The digest of its adapter, in hexadecimal digits."""
 
 
 async def list_requests(client: EngineClient, key: str | None = None) -> tuple[list[OpenRequest], int, list[int]]:
@@ -78,6 +80,7 @@ async def list_requests(client: EngineClient, key: str | None = None) -> tuple[l
             replica=replica,
             phase="queued" if replica is None else info.phase,
             api=process,
+            adapter=info.adapter.hex() or None,
         )
         listed.append(request)
     return listed, found.total, found.silent

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,22 +26,31 @@ from quire.engine.protocol.errors import ConfigError, InvalidParameter, reason_o
 from quire.engine.repository.model_files import check_regular, read_json
 from quire.server.text.tokenizer import Tokenizer
 
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
+"""The folder in a model's with its further templates."""
+
 
 class ChatTemplate:
-    """A compiled template. `source` is its text."""
+    """A template. `source` is its text."""
 
-    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, variables: Mapping[str, Any], *, is_valid: bool = False) -> None:
+        """Compile the template; raises `ConfigError`. If `is_valid` is known, it is compiled where it is rendered."""
         self.source = source
         self._variables = dict(variables)
+        if not is_valid:
+            _ = self._template
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
         try:
-            self._template = _environment().from_string(source)
+            return _environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is invalid: line {error.lineno}: {error.message}") from None
         except RecursionError:
             raise ConfigError("the chat template is invalid: nested too deeply") from None
 
-    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, Mapping[str, Any]]]:
-        return ChatTemplate, (self.source, self._variables)
+    def __reduce__(self) -> tuple[Callable[..., ChatTemplate], tuple[str, Mapping[str, Any]]]:
+        return partial(ChatTemplate, is_valid=True), (self.source, self._variables)
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -108,7 +117,10 @@ class ChatTemplates:
         """Load `override` (a file, or the template itself), or else the folder's templates; None if there are none.
         `variables` default to the tokenizer's.
         """
-        sources = {"default": _read_override(override)} if override is not None else _find(folder, tokenizer.config)
+        if override is not None:
+            sources = {"default": _read_override(override)}
+        else:
+            sources = find_templates(folder, tokenizer.config)
         variables = variables or tokenizer.special_tokens
         try:
             compiled = {name: ChatTemplate(text, variables) for name, text in sources.items()}
@@ -135,11 +147,11 @@ def _read_override(value: str) -> str:
         ) from None
 
 
-def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return templates by name: *.jinja files take precedence over tokenizer_config.json, and this over
+def find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return templates by name; `config` is tokenizer_config.json. *.jinja files take precedence over it, and it over
     chat_template.json, which belongs to the processor of models that take more than text.
     """
-    named = {path.stem: _read(path) for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    named = {path.stem: _read(path) for path in (folder / ADDITIONAL_TEMPLATES).glob("*.jinja")}
     if (path := folder / "chat_template.jinja").exists():
         return named | {"default": _read(path)}
     path, inline = folder / "tokenizer_config.json", config.get("chat_template")

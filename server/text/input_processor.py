@@ -26,6 +26,7 @@ from quire.server.parsers.output_parser import OutputFormat
 from quire.server.parsers.reasoning import detect_reasoning
 from quire.server.parsers.tool_formats import Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
+from quire.server.text.adapter import OWN_TEMPLATE
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
 from quire.server.text.conversation import CHAT_NAMES, ROLES, ParamNames
@@ -57,6 +58,8 @@ _MAX_IGNORED = 256
 _INDEX = re.compile(r"\[[0-9]+\]")
 _PREDICTED_CHARACTERS = 16
 """Characters of a prediction that are read for each token of the model's length: more tokens are of no use."""
+_MAX_OWN_TEMPLATES = 32
+"""Templates of adapters that are kept compiled."""
 _TAIL = 16
 """Tokens at a prompt's end that may contain a marker that opens or closes reasoning."""
 
@@ -99,6 +102,8 @@ class InputProcessor:
         self.sampling_defaults = model.sampling_defaults
         self._max_output_tokens = model.max_output_tokens
         self._templates = templates
+        self._own_templates: dict[str, ChatTemplate] = {}
+        """Templates of adapters, by their texts."""
         self._variables = _variables(tokenizer, formats)
         self._trusts_templates = formats.trust_request_chat_template
         self._is_strict = formats.strict_parameters
@@ -508,6 +513,14 @@ class InputProcessor:
                 template = ChatTemplate(own, self._variables)
             except ConfigError as error:
                 raise InvalidParameter(str(error), "chat_template") from None
+        elif own := OWN_TEMPLATE.get():
+            if own not in self._own_templates:
+                while len(self._own_templates) >= _MAX_OWN_TEMPLATES:
+                    self._own_templates.pop(next(iter(self._own_templates)))
+                self._own_templates[own] = ChatTemplate(own, self._variables, is_valid=True)
+            template = self._own_templates[own]
+            if chat.template.reasoning_effort is not None or chat.template.thinking:
+                await asyncio.to_thread(getattr, template, "reads")  # which may take long
         elif self._templates is None:
             remedy = "use /v1/completions" if self.pooling is None else "send texts as input"
             raise InvalidParameter(
@@ -524,7 +537,7 @@ class InputProcessor:
             if role not in ROLES and not any(f"{quote}{role}{quote}" in template.source for quote in "'\""):
                 param = f"{names.messages}[{at}].role"
                 raise InvalidParameter(f"{param} must be {' or '.join(ROLES)}, got {role!r}", param)
-        options = replace(chat.template, keep_billing_header=self._keeps_billing_header)
+        options = replace(chat.template, keep_billing_header=self._keeps_billing_header, chat_template=own or None)
         (text,) = await self._renderer.render(
             template, [chat.messages], chat.tools, options, chat.tool_use is not None, names, placeholders
         )

@@ -12,6 +12,7 @@ from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.media.types import MediaSource
 from quire.server.parsers.output_parser import OutputFormat
+from quire.server.text.adapter import RequestAdapter
 from quire.server.text.conversation import CHAT_NAMES, ChatTemplateOptions, Message, ParamNames
 from quire.server.text.media_input import MediaLease
 from quire.server.text.tools import ToolUse
@@ -158,6 +159,10 @@ class GenerationInput:
     """The images and videos of each prompt; empty: there are none."""
     media_lease: MediaLease | None = None
     """Keeps their data until the last sequence has ended."""
+    adapter: RequestAdapter | None = None
+    """None: the base model answers."""
+    adapter_starts: Sequence[int | None] = ()
+    """What `RequestAdapter.start` has returned for each prompt; empty: it is not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +199,10 @@ class PoolingInput:
     """See `GenerationInput`."""
     media_lease: MediaLease | None = None
     """See `GenerationInput`."""
+    adapter: RequestAdapter | None = None
+    """See `GenerationInput`."""
+    adapter_starts: Sequence[int | None] = ()
+    """See `GenerationInput`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,3 +217,5 @@ class Processed:
     """The request's fields that have no effect."""
     leases: Sequence[MediaLease] = ()
     """The leases in `value`, which the first process must adopt."""
+    own_template: str = ""
+    """`OWN_TEMPLATE` where it was processed."""

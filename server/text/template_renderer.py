@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ MAX_PROMPT_CHARACTERS = 2**25
 """Characters of all prompts that are rendered at once."""
 MAX_WAITING = 8
 """Renderings that wait for the last tier; further ones are rejected."""
+_MAX_OTHERS = 32
+"""Templates that a process keeps, apart from the model's."""
 _MAX_SLOW = 4
 """Slots of each tier after the first."""
 
@@ -147,12 +150,18 @@ def _make(templates: ChatTemplates | None) -> Answer:
     """Make the sandbox's function, which returns a pickled list of texts, or an `InvalidParameter`."""
     if templates is not None:
         _ = templates.reads  # not in each fork again
+    others = OrderedDict[str, ChatTemplate]()
+    """Those of adapters and requests, by source, as a process that is kept has compiled them."""
 
     def answer(question: bytes) -> bytes:
         which, conversations, tools, options, may_call, names, placeholders = pickle.loads(question)
         if isinstance(which, bool):
             assert templates is not None
             which = templates.choose(which)
+        else:
+            which = others.setdefault(which.source, which)
+            if len(others) > _MAX_OTHERS:
+                others.popitem(last=False)
         try:
             texts = [
                 conversation.render(which, each, tools, options, may_call, names, placeholders)

@@ -14,6 +14,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -104,6 +105,7 @@ async def numbers(state: AppState, request: Request) -> Response:
             "max_model_len": model.max_model_len,
             "generates": model.pooling is None,
             "capabilities": _capabilities(frontend),
+            "adapters": _adapters(frontend),
             "role": None if key is None else key.role,
             "can_abort": may_administrate(request, state),
             "has_admin_key": state.keys is not None and "admin" in state.keys.roles,
@@ -186,6 +188,13 @@ def _capabilities(frontend: Frontend) -> dict[str, bool]:
     except EngineUnavailable:  # the templates tell
         return {"tools": False, "reasoning": False}
     return {"tools": processor.tool_format is not None, "reasoning": processor.reasoning_format is not None}
+
+
+def _adapters(frontend: Frontend) -> int | None:
+    """A number that changes with the adapters; it is the same in all API processes. None: there are none."""
+    named = sorted(frontend.adapters.named.values(), key=lambda each: each.name)
+    known = [(each.name, each.ref and each.ref.digest) for each in named]
+    return crc32(repr(known).encode()) if known else None
 
 
 def _kinds(frontend: Frontend) -> list[str]:

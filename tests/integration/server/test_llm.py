@@ -314,8 +314,8 @@ async def test_programs_for_vllm_run_with_its_names(
         await engine.shutdown()
     with pytest.raises(ConfigError, match="--no-such-option"):
         EngineArgs(no_such_option=1)
-    with pytest.raises(ConfigError, match="--enable-lora: LoRA adapters are not supported"):
-        EngineArgs(enable_lora=True)
+    with pytest.raises(ConfigError, match="--lora-dtype"):
+        EngineArgs(enable_lora=True, lora_dtype="float16")
 
 
 @pytest.mark.parametrize("in_a_loop", [False, True], ids=["script", "notebook"])

@@ -14,7 +14,8 @@ const DRAW_MILLISECONDS = 100;
 const store = new Store();
 const conversations = store.all();
 const runs = new Map();  // id of a conversation → {controller, view, timer}
-let current = newConversation(conversations[0]?.settings, conversations[0]?.mode);
+let current = newConversation(conversations[0]);
+let adapters = [];  // names
 let server = {max_model_len: null, status: "ready", capabilities: {}};
 
 // --- What the page consists of ---
@@ -34,19 +35,21 @@ const title = make("input",
   {id: "chat-title", "aria-label": "Title of the conversation", placeholder: "New conversation", autocomplete: "off"});
 const mode = make("select", {id: "chat-mode"},
   make("option", {value: "chat"}, "chat"), make("option", {value: "text"}, "completion"));
+const model = make("select", {id: "chat-model"});
+const modelRow = make("div", {class: "setting", hidden: true}, make("label", {for: "chat-model"}, "Model"), model);
 const context = make("span", {id: "chat-context", class: "soft"});
 const list = make("ul", {id: "chat-entries"});
 const settings = new SettingsForm(() => current, () => keep());
 const composer = make("form", {id: "composer", onsubmit: event => { event.preventDefault(); send(); }},
   addButton, box, make("div", {class: "send"}, stopButton, sendButton));
 const listPanel = panel("chat-list", "Conversations",
-  button("New conversation", () => open(newConversation(current.settings, current.mode)), {class: "primary"}), list,
+  button("New conversation", () => open(newConversation(current)), {class: "primary"}), list,
   make("div", {class: "panel-foot"}, button("Import", () => importAll()),
     button("Export all", () => saveAll(conversations)), button("Delete all", () => clear()),
     make("small", {class: "soft"}, store.works ? "Kept in this browser only."
       : "The browser's storage is blocked: conversations are lost when the page is closed.")));
 const settingsPanel = panel("chat-settings", "Settings",
-  make("div", {class: "setting"}, make("label", {for: "chat-mode"}, "API"), mode), settings.element,
+  modelRow, make("div", {class: "setting"}, make("label", {for: "chat-mode"}, "API"), mode), settings.element,
   make("div", {class: "panel-foot"}, button("Reset", () => { current.settings = {}; settings.show(); keep(); }),
     button("Export as JSON", () => saveJson(current)), button("Export as Markdown", () => saveMarkdown(current))));
 $("chat").append(listPanel.dialog, make("section", {id: "chat-room"},
@@ -72,7 +75,7 @@ function draw() {
     run.view = new Answer(turn, actions, optionsOf(true));
     return run.view.element;
   }));
-  if (!current.turns.length) log.append(make("div", {class: "welcome soft"}, make("b", {}, server.model ?? ""),
+  if (!current.turns.length) log.append(make("div", {class: "welcome soft"}, make("b", {}, current.model || (server.model ?? "")),
     make("p", {class: "chat-only"}, "Ask something. Settings that are left empty are the server's."),
     make("p", {class: "text-only"},
       "The model continues your text. Each prompt is sent by itself, without a chat template.")));
@@ -85,6 +88,14 @@ function drawControls() {
   sendButton.hidden = run !== undefined;
   stopButton.hidden = run === undefined;
   $("chat").dataset.mode = mode.value = current.mode;
+  // An adapter that is no longer there stays chosen, and the server says so.
+  const own = current.model && !adapters.includes(current.model) ? [current.model] : [], chosen = current.model ?? "";
+  modelRow.hidden = !adapters.length && !own.length;
+  if (document.activeElement !== model) {
+    model.replaceChildren(make("option", {value: ""}, server.model ?? ""),
+      ...[...adapters, ...own].map(name => make("option", {value: name}, name)));
+    model.value = chosen;
+  }
   addButton.hidden = !takesPictures();
   box.placeholder = current.mode === "chat" ? "Message" : "Text to continue";
   if (document.activeElement !== title) title.value = current.title;
@@ -138,7 +149,7 @@ function drop(conversation) {
   runs.get(conversation.id)?.controller.abort();
   conversations.splice(conversations.indexOf(conversation), 1);
   store.remove(conversation.id);
-  if (conversation === current) open(newConversation(current.settings, current.mode));
+  if (conversation === current) open(newConversation(current));
   else drawControls();
   say(`“${conversation.title}” is deleted.`, () => {
     conversations.push(conversation);
@@ -346,6 +357,11 @@ title.addEventListener("change", () => {
   keep();
   drawControls();
 });
+model.addEventListener("change", () => {
+  current.model = model.value;
+  keep();
+  draw();
+});
 mode.addEventListener("change", () => {
   current.mode = mode.value;
   keep();
@@ -390,6 +406,12 @@ export function take(state) {
     : "The server does not know the model's format of reasoning (--reasoning-parser).");
   drawControls();
   if (!current.turns.length) draw();
+}
+
+// The adapters have changed.
+export function takeAdapters(models) {
+  adapters = models.map(each => each.id);
+  drawControls();
 }
 
 settings.show();

@@ -1,7 +1,7 @@
 // Conversations as data: what the server is asked, and what is exported and imported.
 //
-// {id, title, created, changed, mode: "chat" | "text", settings: {name: text}, draft, pictures, turns}; `pictures` are
-// those of the draft. A turn is {role, content, pictures} of the user (or another role of an imported one), or an answer:
+// {id, title, created, changed, mode: "chat" | "text", model, settings: {name: text}, draft, pictures, turns}; `model` is
+// an adapter, or "" for the server's model; `pictures` are those of the draft. A turn is {role, content, pictures} of the user (or another role of an imported one), or an answer:
 // see newAnswer() in chat_stream.js. Pictures are data URLs, or null where the browser's storage has not kept them.
 
 import {newAnswer} from "./chat_stream.js";
@@ -9,9 +9,9 @@ import {parameters, settingsOf} from "./chat_settings.js";
 
 const TITLE_CHARACTERS = 60;
 
-export function newConversation(settings = {}, mode = "chat") {
+export function newConversation({settings = {}, mode = "chat", model = ""} = {}) {
   const now = Date.now(), id = `${now.toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
-  return {id, title: "", created: now, changed: now, mode, settings: {...settings}, draft: "", pictures: [], turns: []};
+  return {id, title: "", created: now, changed: now, mode, model, settings: {...settings}, draft: "", pictures: [], turns: []};
 }
 
 export const titleOf = text => {
@@ -69,8 +69,8 @@ function messages({settings, turns}) {
 
 // The path and the body of the request for the next answer. Raises WrongSetting.
 export function nextRequest(conversation) {
-  const {mode, settings, turns} = conversation;
-  const common = {stream: true, stream_options: {include_usage: true}, ...parameters(settings, mode)};
+  const {mode, model, settings, turns} = conversation;
+  const common = {...(model ? {model} : {}), stream: true, stream_options: {include_usage: true}, ...parameters(settings, mode)};
   return mode === "chat" ? ["/v1/chat/completions", {messages: messages(conversation), ...common}]
     : ["/v1/completions", {prompt: turns.findLast(turn => turn.role === "user")?.content ?? "", ...common}];
 }
@@ -132,7 +132,7 @@ export function imported(text) {
   return [given].flat().map(body => {
     if (!Array.isArray(body?.messages)) throw new Error("there is no array of messages");
     const metadata = typeof body.metadata === "object" && body.metadata !== null ? body.metadata : {};
-    const made = newConversation(settingsOf(body), metadata.mode === "text" ? "text" : "chat");
+    const made = newConversation({settings: settingsOf(body), mode: metadata.mode === "text" ? "text" : "chat"});
     const [first] = body.messages, hasSystem = first?.role === "system";
     if (hasSystem) made.settings.system = textOf(first.content, "messages[0]");
     body.messages.forEach((message, at) => {

@@ -1,5 +1,6 @@
 // The page: its tabs, the key, and a poll of the server's state once a second while the page is visible.
 
+import {drawAdapters} from "./adapters.js";
 import {Refused, hasKey, request, setKey} from "./api.js";
 import * as chat from "./chat.js";
 import * as dashboard from "./dashboard.js";
@@ -9,6 +10,7 @@ const POLL_MILLISECONDS = 1000, PATIENCE_MILLISECONDS = 10_000;
 const VIEWS = {dashboard, chat};
 const scrolled = {};  // where each view was left
 let busy = false, refused = false, offered = false, shown = null;
+let adapters = null;  // the state's number that changes with them; null: the server has none
 
 const tabs = () => Object.keys(VIEWS).filter(name => !$(`tab-${name}`).hidden);
 
@@ -54,6 +56,22 @@ function take(state) {
   select();
   dashboard.take(state);
   chat.take(state);
+  if ((state.adapters ?? null) !== adapters) takeAdapters(state.adapters ?? null);
+}
+
+// There are other adapters than before: ask for their names.
+async function takeAdapters(version) {
+  adapters = version;
+  try {
+    const {data} = version === null ? {data: []}
+      : await (await request("/v1/models", {signal: AbortSignal.timeout(PATIENCE_MILLISECONDS)})).json();
+    const found = data.filter(each => each.parent);
+    drawAdapters(found);
+    chat.takeAdapters(found);
+  } catch (error) {
+    // A key for metrics only may not list them. Otherwise it is tried again.
+    if (adapters === version && !(error instanceof Refused && [401, 403].includes(error.status))) adapters = null;
+  }
 }
 
 async function poll() {

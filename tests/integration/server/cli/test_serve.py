@@ -25,12 +25,16 @@ import trustme
 
 import quire
 from quire.engine.config.options import EngineOptions
+from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.adapter_folder import open_adapter
 from quire.server.cli.main import build_parser, main
 from quire.server.cli.serve_options import read_options
 from quire.server.config.flags import add_flags
 from quire.server.config.server_options import ServerOptions
+from tests.fakes.adapters import Q, write_adapter
 from tests.fakes.api_server import TLS
+from tests.fakes.fake_core import adapter_token
 from tests.fakes.tokenizers import write_slow_files
 
 FLAGS = """
@@ -41,28 +45,30 @@ FLAGS = """
 --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
 --default-chat-template-kwargs --device --disable-access-log-for-endpoints --disable-custom-all-reduce
 --distributed-executor-backend --distributed-timeout-seconds --download-dir --dtype --enable-chunked-prefill
---enable-eplb --enable-expert-parallel --enable-force-include-usage --enable-mm-embeds --enable-per-request-metrics
---enable-prefix-caching --encoder-cache-size --enforce-eager --eplb-step-interval --expert-placement-strategy
---fair-share --fair-share-weights --file-storage-gb --file-storage-path --generation-config --gpu-memory-utilization
---headless --help --hf-overrides --host --itl-target-ms --keep-billing-header --kv-cache-dtype --kv-cache-memory-bytes
---language-model-only --limit-mm-per-prompt --load-format --log-config-file --log-format --log-level --log-prompts
---long-prefill-token-threshold --master-addr --master-port --max-body-mib --max-connections-per-client --max-log-len
---max-logprobs --max-media-bytes --max-model-len --max-num-batched-tokens --max-num-partial-prefills --max-num-seqs
---max-queue --max-restarts --media-fetch --media-fetch-timeout --media-io-kwargs --metrics-key --mm-encoder-quantization
---mm-encoder-tp-mode --mm-processor-cache-gb --mm-processor-kwargs --model-impl --nnodes --no-access-log
---no-allow-credentials --no-auto --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-eplb
---no-enable-expert-parallel --no-enable-force-include-usage --no-enable-mm-embeds --no-enable-per-request-metrics
---no-enable-prefix-caching --no-enforce-eager --no-headless --no-keep-billing-header --no-language-model-only
---no-log-prompts --no-media-fetch --no-public-metrics --no-restart --no-return-tokens-as-token-ids
---no-strict-parameters --no-takeover --no-trust-remote-code --no-trust-request-chat-template --no-trust-weights --no-ui
---no-vllm-metrics --node-rank --num-redundant-experts --optimize --otlp-traces-endpoint --override-generation-config
---packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --public-metrics --quantization
---reasoning-parser --request-timeout --restart --return-tokens-as-token-ids --revision --root-path --runner
---scheduling-policy --seed --served-model-name --shutdown-timeout --spec-method --spec-model --spec-tokens
---speculative-config --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --strict-parameters
---structured-outputs-fallback --takeover --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser
---torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui --vllm-metrics
---watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
+--enable-eplb --enable-expert-parallel --enable-force-include-usage --enable-lora --enable-mm-embeds
+--enable-per-request-metrics --enable-prefix-caching --encoder-cache-size --enforce-eager --eplb-step-interval
+--expert-placement-strategy --fair-share --fair-share-weights --file-storage-gb --file-storage-path --generation-config
+--gpu-memory-utilization --headless --help --hf-overrides --host --itl-target-ms --keep-billing-header --kv-cache-dtype
+--kv-cache-memory-bytes --language-model-only --limit-mm-per-prompt --load-format --log-config-file --log-format
+--log-level --log-prompts --long-prefill-token-threshold --lora-disk-gb --lora-memory --lora-modules --lora-resolver
+--lora-root --master-addr --master-port --max-body-mib --max-connections-per-client --max-log-len --max-logprobs
+--max-lora-rank --max-loras --max-media-bytes --max-model-len --max-num-batched-tokens --max-num-partial-prefills
+--max-num-seqs --max-queue --max-restarts --media-fetch --media-fetch-timeout --media-io-kwargs --metrics-key
+--mm-encoder-quantization --mm-encoder-tp-mode --mm-processor-cache-gb --mm-processor-kwargs --model-impl --nnodes
+--no-access-log --no-allow-credentials --no-auto --no-disable-custom-all-reduce --no-enable-chunked-prefill
+--no-enable-eplb --no-enable-expert-parallel --no-enable-force-include-usage --no-enable-lora --no-enable-mm-embeds
+--no-enable-per-request-metrics --no-enable-prefix-caching --no-enforce-eager --no-headless --no-keep-billing-header
+--no-language-model-only --no-log-prompts --no-media-fetch --no-public-metrics --no-restart
+--no-return-tokens-as-token-ids --no-strict-parameters --no-takeover --no-trust-remote-code
+--no-trust-request-chat-template --no-trust-weights --no-ui --no-vllm-metrics --node-rank --num-redundant-experts
+--optimize --otlp-traces-endpoint --override-generation-config --packed-cache --pipeline-layer-partition
+--pipeline-parallel-size --port --public-metrics --quantization --reasoning-parser --request-timeout --restart
+--return-tokens-as-token-ids --revision --root-path --runner --scheduling-policy --seed --served-model-name
+--shutdown-timeout --spec-method --spec-model --spec-tokens --speculative-config --ssl-ca-certs --ssl-cert-reqs
+--ssl-certfile --ssl-keyfile --strict-parameters --structured-outputs-fallback --takeover --tensor-parallel-size
+--timeout-keep-alive --tokenizer --tool-call-parser --torch-profiler-dir --trust-remote-code
+--trust-request-chat-template --trust-weights --uds --ui --vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr
+-h -pp -q -sc -tp
 """
 
 RUN = """
@@ -110,11 +116,11 @@ CLIENT_FLAGS = {
     "run-batch": """
 --allowed-local-media-path --allowed-media-domains --allowed-media-networks --api-key --chat-template
 --default-chat-template-kwargs --disable-tqdm --enable-mm-embeds --file-storage-gb --file-storage-path --input-file
---keep-billing-header --log-level --max-concurrency --max-media-bytes --media-fetch --media-fetch-timeout
---media-io-kwargs --mm-processor-cache-gb --mm-processor-kwargs --model --no-disable-tqdm --no-enable-mm-embeds
---no-keep-billing-header --no-media-fetch --no-strict-parameters --no-trust-request-chat-template --output-file
---reasoning-parser --served-model-name --strict-parameters --structured-outputs-fallback --tool-call-parser
---trust-request-chat-template --url -i -o
+--keep-billing-header --log-level --lora-disk-gb --lora-modules --lora-resolver --lora-root --max-concurrency
+--max-media-bytes --media-fetch --media-fetch-timeout --media-io-kwargs --mm-processor-cache-gb --mm-processor-kwargs
+--model --no-disable-tqdm --no-enable-mm-embeds --no-keep-billing-header --no-media-fetch --no-strict-parameters
+--no-trust-request-chat-template --output-file --reasoning-parser --served-model-name --strict-parameters
+--structured-outputs-fallback --tool-call-parser --trust-request-chat-template --url -i -o
 """,
 }
 
@@ -641,6 +647,49 @@ def test_every_api_process_has_the_same_front_and_the_metrics_of_all(model_folde
     assert process.returncode == 0, err
     assert "Traceback" not in err
     assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+def test_all_api_processes_have_the_same_adapters(model_folder: Path, tmp_path: Path) -> None:
+    shapes = {f"{Q}.lora_A.weight": (4, 32), f"{Q}.lora_B.weight": (32, 4)}
+    paths = [write_adapter(tmp_path / f"a{seed}", shapes, seed=seed) for seed in range(2)]
+    tokens = [adapter_token(AdapterRef(open_adapter(path).digest, ())) for path in paths]
+    starts = [chr(token + 25) for token in tokens]  # bytes, from "!" on
+    arguments = ["--port", "0", "--api-server-count", "2", "--served-model-name", "echo", "--enable-lora"]
+    arguments += ["--lora-modules", f"first={paths[0]}", "--lora-root", str(tmp_path)]
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    with running(model_folder, *arguments) as (process, url), contextlib.ExitStack() as stack:
+
+        def answers(name: str) -> list[str]:
+            body = {"model": name, "prompt": "hello"}
+            replies = [client.post("/v1/completions", json=body).json() for client in clients]
+            return [each["choices"][0]["text"] if "choices" in each else each["error"]["code"] for each in replies]
+
+        clients = held_by_each(stack, url, process)
+        assert answers("first") == [f"{starts[0]}hello"] * 2
+        for number, (client, other) in enumerate((clients, clients[::-1])):
+            name = {"lora_name": f"new{number}"}
+            assert client.post(load, json={**name, "lora_path": "a1"}).status_code == 200
+            assert answers(f"new{number}") == [f"{starts[1]}hello"] * 2
+            assert other.post(load, json={**name, "lora_path": "a0"}).status_code == 400
+            assert other.post(load, json={**name, "lora_path": "a0", "load_inplace": True}).status_code == 200
+            assert answers(f"new{number}") == [f"{starts[0]}hello"] * 2
+        body = {"model": "new0", "prompt": "a<hang>", "stream": True}
+        with ThreadPoolExecutor(1) as pool:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60):
+                unloading = pool.submit(clients[0].post, unload, json={"lora_name": "new0"})
+                with httpx.Client(base_url=url, timeout=60) as third:
+                    while third.post("/v1/completions", json={"model": "new0", "prompt": "a"}).status_code == 200:
+                        pass
+                assert not unloading.done()
+            assert unloading.result().status_code == 200
+        assert answers("new0") == ["model_not_found"] * 2
+        children(process)["quire-api-1"].kill()
+        assert process.stderr is not None
+        assert any("API process 1 is ready again" in line for line in process.stderr)
+        clients = held_by_each(stack, url, process)
+        assert answers("new1") == [f"{starts[0]}hello"] * 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 @pytest.mark.slow

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import re
 import signal
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
+import jinja2
 import psutil
 import pytest
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.client.fair_share import FairSlots, Overloaded
 from quire.server.client.output_stream import DEADLINE, Deadline, RequestTimedOut
-from quire.server.text import template_renderer
+from quire.server.text import chat_template, template_renderer
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
-from quire.server.text.conversation import ChatTemplateOptions
+from quire.server.text.conversation import CHAT_NAMES, ChatTemplateOptions
 from quire.server.text.sandbox import SandboxFailed, SandboxStopped
 from quire.server.text.template_renderer import LocalRenderer, TemplateRenderer
 from tests.fakes.tokenizers import CHATML
@@ -130,6 +132,31 @@ async def test_errors_and_own_templates(renderer: TemplateRenderer) -> None:
         with pytest.raises(InvalidParameter, match=message) as error:
             await render(renderer, "a", source)
         assert error.value.param == "messages"
+
+
+async def test_other_processes_compile_the_templates_of_adapters(renderer: TemplateRenderer) -> None:
+    template = ChatTemplate("{{ messages[0].content }}?", {}, is_valid=True)
+    assert await renderer.render(template, [[{"content": "a"}]], (), ChatTemplateOptions(chat_template="a")) == ["a?"]
+    assert "_template" not in vars(template)
+
+
+def test_a_process_that_is_kept_compiles_a_template_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list[str]()
+    environment = chat_template._environment
+
+    def compiling() -> jinja2.Environment:
+        compiled.append("")
+        return environment()
+
+    template = ChatTemplate(PLAIN, {})
+    monkeypatch.setattr(chat_template, "_environment", compiling)
+    answer = template_renderer._make(None)
+    question = pickle.dumps((template, [[{"content": "a"}]], (), ChatTemplateOptions(), False, CHAT_NAMES, None))
+    answer(question)
+    assert compiled
+    compiled.clear()
+    assert pickle.loads(answer(question)) == ["a"]
+    assert not compiled
 
 
 async def test_a_mistake_of_the_server_is_none_of_the_template(renderer: TemplateRenderer) -> None:

@@ -19,7 +19,7 @@ from quire.server.text.input_processor import InputProcessor
 from tests.fakes.bad_configurations import CASES, BadConfiguration
 
 
-def load(config: EngineConfig, options: ServerOptions, *others: Any) -> None:
+def load(config: EngineConfig, options: ServerOptions, *others: Any, **named: Any) -> None:
     """The part of an API process's start that runs while the engine starts."""
     InputProcessor.load(config.model, ChatFormats.of(options))
     pytest.fail("it would be served")

@@ -22,6 +22,7 @@ from quire.engine.protocol.supervision import (
     EngineFailed,
     EngineState,
     Failed,
+    NamedAdapter,
     Ready,
     Reload,
     ReplicaLost,
@@ -31,6 +32,7 @@ from quire.engine.protocol.supervision import (
     ToProcess,
 )
 from quire.server.cli import parent
+from quire.server.cli.adapters import AdapterDirectory
 from quire.server.cli.takeover import Predecessor
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.metrics import Metrics
@@ -260,6 +262,7 @@ def test_a_service_manager_hears_how_the_server_is(play: Play, monkeypatch: pyte
                 case 5:
                     signal.raise_signal(signal.SIGHUP)
                 case 10:
+                    server.adapters = AdapterDirectory([pirate, NamedAdapter("sql", "/sql", 0)])
                     engine_of(server).lose(0, "rank 1 was killed by SIGKILL")
                 case 15:
                     signal.raise_signal(signal.SIGTERM)
@@ -267,13 +270,16 @@ def test_a_service_manager_hears_how_the_server_is(play: Play, monkeypatch: pyte
         process.on_poll = behave
 
     play.on_start = on_start
-    server = play.server()
+    server, pirate = play.server(), NamedAdapter("pirate", "/pirate", 0)
+    server.adapters = AdapterDirectory([pirate])
     assert server.run() == 0
-    serving = f"STATUS=serving demo on http://127.0.0.1:{play._listener.getsockname()[1]}"
-    started, again, stopping = ("READY=1", serving), ("RELOADING=1", "READY=1"), "EXTEND_TIMEOUT_USEC=60000000"
+    url = f"http://127.0.0.1:{play._listener.getsockname()[1]}"
+    started = ("READY=1", f"STATUS=serving demo and the adapter pirate on {url}")
+    lost = f"STATUS=serving demo and 2 adapters on {url}; replica 0: rank 1 was killed by SIGKILL"
+    again, stopping = ("RELOADING=1", "READY=1"), "EXTEND_TIMEOUT_USEC=60000000"
     told = [each for each in sent if each != "WATCHDOG=1" and not each.startswith("MONOTONIC_USEC=")]
     assert told[:-1] == [
-        *("STATUS=loading demo", *started, *again, f"{serving}; replica 0: rank 1 was killed by SIGKILL"),
+        *("STATUS=loading demo", *started, *again, lost),
         *("STOPPING=1", stopping),
     ]
     assert told[-1].startswith("STATUS=shutting down")

@@ -673,3 +673,13 @@ def test_only_the_replica_that_died_may_have_had_a_deadly_request(engine: Make) 
     two.die(1)
     lost = [state for state in two.states if isinstance(state, ReplicaLost)]
     assert {state.replica: state.may_be_caused_by_request for state in lost} == {0: False, 1: True}
+
+
+def test_an_error_of_the_thread_fails_the_engine(engine: Make) -> None:
+    one = engine()
+    one.started[0][1].on_poll = lambda: one.started[0][1].exit(0)
+    one.started[0][1].theirs.send_bytes(b"of another version")
+    one.manager.run_in_thread()
+    one.manager._thread.join(30)
+    (failed,) = (state for state in one.states if isinstance(state, EngineFailed))
+    assert failed.reason.startswith("the engine manager failed: ")

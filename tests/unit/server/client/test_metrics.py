@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from quire.engine.config.engine_config import SpeculativeConfig
+from quire.engine.config.engine_config import LoraConfig, SpeculativeConfig
 from quire.engine.protocol.stats import EngineStats, ExpertLoad, GpuUsage, RankStats, RankUsage
 from quire.server.client.metrics import _EXPERT_SERIES, HISTOGRAMS, VLLM_NAMES, Metrics
 from tests.fakes.configs import engine_config
@@ -107,9 +107,11 @@ def test_the_text_is_what_the_client_library_writes() -> None:
     assert label == '100 %r of a "quire:\\\n'
 
 
-def test_the_aliases_of_vllm_are_the_same_samples() -> None:
+def test_the_aliases_of_vllm_are_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1.0)
     config = engine_config()
-    config = replace(config, scheduler=replace(config.scheduler, speculative=SpeculativeConfig()))
+    lora = LoraConfig(num_slots=2, device_bytes=1, host_bytes=1)
+    config = replace(config, scheduler=replace(config.scheduler, speculative=SpeculativeConfig()), lora=lora)
     metrics, without = (Metrics("m", config=config, vllm_names=names) for names in (True, False))
     for each in (metrics, without):
         each.state(0, "up")

@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from quire.engine.config.engine_config import CacheConfig
+from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.media import MediaItem, MediaRun
 from quire.engine.protocol.runner_output import ModelRunnerOutput
@@ -159,7 +160,7 @@ def run(
                 routers[int(request_id) % processes].on_finished(request_id, outputs.pop(request_id))
         reported[number] = structs.replace(engine.scheduler.snapshot())
         go_on(engine, now)
-    assert not any(engine.scheduler.has_requests for engine in engines)
+    assert not any(engine.scheduler.requests for engine in engines)
     for router in routers:
         assert not router._placed
         assert all((load.open, load.pending, load.blocks) == (0, 0, 0) for load in router._loads.values())
@@ -399,3 +400,27 @@ def test_what_it_remembers_is_bounded() -> None:
     assert not router._placed
     router.on_finished("unknown", [])
     router.on_first_token("unknown", 1.0)
+
+
+def test_prefixes_are_those_of_the_adapter_from_its_start_on() -> None:
+    def with_adapter(request_id: str, digest: int, start: int = 0) -> EngineCoreRequest:
+        ref = AdapterRef(bytes([digest]), ())
+        return structs.replace(asked(request_id, prompt), adapter=ref, adapter_start=start)
+
+    prompt = list(range(8 * BLOCK))
+    router = Router(range(2), cache=CACHE, num_adapters=1, max_num_seqs=8)
+    assert router.place(asked("base", prompt), idle(2)) == 0
+    router.on_finished("base", [])
+    assert router.place(with_adapter("a", 1), idle(2)) == 1  # nothing of the base's is of use
+    router.on_finished("a", [])
+    assert router.place(with_adapter("a again", 1), idle(2)) == 1
+    router.on_finished("a again", [])
+    assert router.place(with_adapter("late", 2, start=6 * BLOCK), idle(2)) == 0  # most blocks are the base's
+
+
+def test_short_prompts_go_where_their_adapter_is() -> None:
+    router = Router(range(2), cache=CACHE, num_adapters=2, max_num_seqs=8)
+    for number in range(6):
+        request = structs.replace(asked(str(number), [1, 2]), adapter=AdapterRef(bytes([number % 2]), ()))
+        assert router.place(request, idle(2)) == number % 2
+        router.on_finished(str(number), [])

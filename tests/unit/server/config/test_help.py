@@ -70,11 +70,12 @@ def test_help_of_vllms_groups(show: Show) -> None:
         "DeviceConfig": ["execution"],
         "AttentionConfig": ["execution"],
         "CompilationConfig": ["execution"],
+        "LoRAConfig": ["lora"],
     }.items():
         assert re.findall(r"^(\S+):$", show("serve", f"--help={name}"), flags=re.M) == groups
     assert "--device" in flags(show("serve", "--help=device"))
     assert "--port" not in show("serve", "--help=device")
-    assert "no group or flag is named LoRAConfig" in show("serve", "--help=LoRAConfig", code=2)
+    assert "no group or flag is named KVTransferConfig" in show("serve", "--help=KVTransferConfig", code=2)
 
 
 def test_another_argument_after_help_is_no_word(show: Show) -> None:

@@ -323,7 +323,7 @@ def test_a_config_file_of_vllm(tmp_path: Path) -> None:
         "--swap-space",
         "--compilation-config",
     ]
-    file.write_text("enable-lora: true")
+    file.write_text("lora-dtype: float16")
     with pytest.raises(SystemExit):
         read("--config", str(file))
 
@@ -448,7 +448,7 @@ def test_what_llm_takes_in_vllm_is_taken_or_refused_by_name(caplog: pytest.LogCa
     [
         ({"skip_tokenizer_init": True}, "argument --skip-tokenizer-init: the tokenizer is the model's own"),
         ({"cpu_offload_gb": 4}, "argument --cpu-offload-gb: it is not supported; use more ranks"),
-        ({"enable_lora": True}, "argument --enable-lora: LoRA adapters are not supported"),
+        ({"lora_dtype": "float16"}, "argument --lora-dtype: it is not supported; omit it"),
         ({"tensor_parallel": 2}, "--tensor-parallel: did you mean --tensor-parallel-size?"),
         ({"no_such_option": 1}, "unrecognized arguments: --no-such-option=1; docs/reference/vllm.md lists"),
         ({"hf_overrides": len}, "argument --hf-overrides: functions and classes are not supported"),

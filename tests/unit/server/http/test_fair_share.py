@@ -160,8 +160,8 @@ async def test_a_flood_does_not_fill_the_queue_for_others(
         ({"fair_share": "user", "fair_share_weights": ("a",)}, "--fair-share-weights a: expected NAME=WEIGHT"),
         ({"fair_share": "user", "fair_share_weights": ("a=0",)}, "from 0.01 to 100"),
         ({"fair_share": "user", "fair_share_weights": ("a=nan",)}, "from 0.01 to 100"),
-        ({"fair_share": "key", "fair_share_weights": ("a=1",)}, "requires --fair-share user or address"),
-        ({"fair_share_weights": ("a=1",)}, "requires --fair-share user or address"),
+        ({"fair_share": "key", "fair_share_weights": ("a=1",)}, "requires --fair-share user, address or adapter"),
+        ({"fair_share_weights": ("a=1",)}, "requires --fair-share user, address or adapter"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

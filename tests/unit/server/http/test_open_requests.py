@@ -74,6 +74,7 @@ async def test_requests_of_all_processes_are_listed_the_oldest_first(server: Ser
         "replica": 0,
         "phase": "prefill",
         "api": 3,
+        "adapter": None,
         "prompt_tokens": 2,
         "cached_tokens": 0,
         "output_tokens": 0,

@@ -13,8 +13,10 @@ import pytest
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process import log
+from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.engine_core import EngineCoreOutputs
 from quire.engine.protocol.stats import GpuUsage, LogRecord, RankStats, RankUsage
+from quire.engine.protocol.supervision import NamedAdapter
 from tests.fakes.api_server import Server, run_server
 
 
@@ -63,6 +65,16 @@ async def test_the_page_needs_nothing_from_outside(server: Server) -> None:
 @pytest.mark.parametrize("path", ["/", "/ui/files/page.js", "/ui/state", "/ui/history", "/ui/requests"])
 async def test_browsers_take_answers_for_what_they_are(server: Server, path: str) -> None:
     assert (await server.http.get(path)).headers["x-content-type-options"] == "nosniff"
+
+
+async def test_a_number_changes_with_the_adapters(server: Server) -> None:
+    adapters, seen = server.frontend.adapters, [(await state(server))["adapters"]]
+    for digest in (None, b"1" * 32, b"2" * 32):
+        adapters.set("sql", NamedAdapter("sql", "/sql", 0, None if digest is None else AdapterRef(digest, ())))
+        seen.append((await state(server))["adapters"])
+    adapters.set("sql", None)
+    assert (await state(server))["adapters"] is None is seen[0]
+    assert len(set(seen)) == 4
 
 
 async def test_numbers_are_those_of_the_engine(server: Server) -> None:

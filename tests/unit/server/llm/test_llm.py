@@ -20,6 +20,7 @@ from quire import (
     Gauge,
     Histogram,
     InvalidParameter,
+    LoRARequest,
     RequestOutputKind,
     SamplingParams,
     Vector,
@@ -54,8 +55,8 @@ def test_token_ids_may_have_an_argument_of_their_own(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match="guided_options_request: use SamplingParams"):
         llm.generate("a", guided_options_request={"guided_regex": "a"})
     llm.llm_engine.add_request("1", "a", lora_request=None)
-    with pytest.raises(InvalidParameter, match="lora_request: LoRA adapters are not supported"):
-        llm.llm_engine.add_request("2", "a", lora_request=object())
+    with pytest.raises(InvalidParameter, match="lora_request: expected a LoRARequest, not object"):
+        llm.llm_engine.add_request("2", "a", lora_request=object())  # type: ignore[arg-type]
     assert [result.request_id for result in llm.llm_engine.step()] == ["1"]
 
 
@@ -86,8 +87,10 @@ async def call(method: Callable[..., Any], *given: Any, **options: Any) -> None:
 
 
 async def check_arguments(run: Callable[..., Awaitable[None]]) -> None:
-    with pytest.raises(InvalidParameter, match=r"^lora_request: LoRA adapters are not supported"):
+    with pytest.raises(InvalidParameter, match=r"^lora_request: expected a LoRARequest, not object"):
         await run(lora_request=object())
+    with pytest.raises(InvalidParameter, match=r"^lora_request 'sql': lora_path is missing"):
+        await run(lora_request=LoRARequest("sql", 1))
     with pytest.raises(TypeError, match=r"^unexpected keyword argument 'trace_header'; did you mean trace_headers\?$"):
         await run(trace_header=None)
     with pytest.raises(InvalidParameter, match=r"^tokenization_kwargs: Expected `int"):

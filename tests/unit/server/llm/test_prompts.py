@@ -292,10 +292,10 @@ def test_prompts_and_token_ids_are_joined() -> None:
 
 
 def test_arguments_of_vllm_that_are_not_supported() -> None:
-    check_supported({"lora_request": None, "mm_processor_kwargs": {}, "chat_template_content_format": "auto"})
-    with pytest.raises(InvalidParameter, match="lora_request: LoRA adapters are not supported"):
-        check_supported({"lora_request": object()})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'lora_requests'; did you mean lora_request"):
-        check_supported({"lora_requests": None})
+    check_supported({"prompt_embeds": None, "mm_processor_kwargs": {}, "chat_template_content_format": "auto"})
+    with pytest.raises(InvalidParameter, match="prompt_embeds: embeddings as prompts are not supported"):
+        check_supported({"prompt_embeds": object()})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'prompt_embed'; did you mean prompt_embeds"):
+        check_supported({"prompt_embed": None})
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'chat_template_kwarg'$"):
         check_supported({"chat_template_kwarg": {}})

@@ -459,7 +459,7 @@ def test_parameters_of_pooling_may_be_an_object_for_each_prompt(llm: LLM) -> Non
     with pytest.raises(InvalidParameter, match="classif"):
         llm.encode("a", PoolingParams(task="classify"))
     with pytest.raises(InvalidParameter, match="lora_request"):
-        llm.embed("a", lora_request=object())
+        llm.embed("a", lora_request=object())  # type: ignore[arg-type]
 
 
 def test_errors_reach_the_caller(llm: LLM) -> None:
