@@ -6,6 +6,7 @@ from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.llm.async_llm import AsyncLLM, AsyncLLMEngine
 from quire.server.llm.llm import LLM
 from quire.server.llm.llm_engine import LLMEngine
+from quire.server.llm.lora_request import LoRARequest
 from quire.server.llm.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
 from quire.server.llm.pooling import PoolingParams
 from quire.server.llm.prompts import TextPrompt, TokensPrompt
@@ -47,6 +48,7 @@ __all__ = [
     "Gauge",
     "Histogram",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "Metric",
     "PoolingOutput",

@@ -23,10 +23,12 @@ from quire.server.client.profiler import MAX_PROFILE_SECONDS
 from quire.server.config.engine_args import EngineArgs
 from quire.server.llm import pooling
 from quire.server.llm.hf_tokenizer import hf_tokenizer
+from quire.server.llm.lora_request import LoRARequest, checked, opened
 from quire.server.llm.offline_request import OfflineRequest
 from quire.server.llm.pooling import PoolingParams, ScoreData
 from quire.server.llm.prompts import PromptLike, Tokenization, chat_input, check_supported, process_chat, process_prompt
 from quire.server.media.service import media_settings
+from quire.server.serving.adapters import AdapterSettings
 from quire.server.serving.frontend import Frontend
 from quire.server.serving.llm_outputs import (
     ClassificationRequestOutput,
@@ -36,6 +38,7 @@ from quire.server.serving.llm_outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
+from quire.server.text.adapter import RequestAdapter
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.conversation import Message
 
@@ -60,6 +63,11 @@ class AsyncLLM:
         self.config: EngineConfig = ray_cluster.resolve(asked)
         self._media = media_settings(self.config, self._server)
         fetch_weights(asked, self.config)
+        self._adapters = AdapterSettings(
+            (str(self.config.model.path),),
+            download_dir=asked.download_dir,
+            uses_templates=self._server.chat_template is None,
+        )
         self._starting: asyncio.Task[Frontend] | None = None
         self._tokenizer: Any = None
         self._profile_prefix = "quire"
@@ -104,6 +112,7 @@ class AsyncLLM:
             log_level=self._server.log_level,
             hosts=await asyncio.to_thread(connect_hosts, self.config),
             media=self._media,
+            adapters=self._adapters,
         )
         try:
             await frontend.ready()
@@ -119,6 +128,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         *,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> AsyncIterator[RequestOutput]:
@@ -127,13 +137,14 @@ class AsyncLLM:
 
         `sampling_params` None: the model's own defaults. `request_id` None: a random one. Requests of lower `priority`
         run first with `scheduling_policy="priority"`. `tokenization_kwargs` may have `add_special_tokens` and
-        `truncate_prompt_tokens`. Other arguments of vLLM's (`unsupported`), such as `lora_request`, must be None.
+        `truncate_prompt_tokens`. `lora_request` is the adapter; None: the base model answers. Other arguments of vLLM's
+        (`unsupported`), such as `trace_headers`, must be None.
 
         Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed` and
         `EngineUnavailable`.
         """
         check_supported(unsupported)
-        request = await self._submit(prompt, sampling_params, request_id, priority, tokenization_kwargs)
+        request = await self._submit(prompt, sampling_params, request_id, priority, lora_request, tokenization_kwargs)
         async for result in request.results():
             yield result
 
@@ -144,6 +155,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         priority: int = 0,
         *,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> AsyncIterator[RequestOutput]:
@@ -152,7 +164,12 @@ class AsyncLLM:
         The request is aborted when the iterator is deleted. Raises `InvalidParameter` and `EngineUnavailable`.
         """
         check_supported(unsupported)
-        return _Results(await self._submit(prompt, params, request_id, priority, tokenization_kwargs))
+        return _Results(await self._submit(prompt, params, request_id, priority, lora_request, tokenization_kwargs))
+
+    async def _opened(self, given: LoRARequest | None) -> tuple[Frontend, RequestAdapter | None]:
+        """Wait until the model is loaded, and read the adapter of a request."""
+        given, frontend = checked(given), await self.start()
+        return frontend, await opened(frontend, given)
 
     async def abort(self, request_id: str) -> None:
         """Abort a request of `AsyncLLM.generate` or `AsyncLLM.add_request`, whose reader gets `RequestFailed`; ignores
@@ -167,10 +184,12 @@ class AsyncLLM:
         params: SamplingParams | None,
         request_id: str | None,
         priority: int,
+        lora_request: LoRARequest | None,
         tokenization_kwargs: Mapping[str, Any] | None,
     ) -> OfflineRequest:
-        tokenization, frontend = Tokenization.of(tokenization_kwargs), await self.start()
-        processed = await process_prompt(frontend, prompt, params, priority, tokenization=tokenization)
+        tokenization = Tokenization.of(tokenization_kwargs)
+        frontend, adapter = await self._opened(lora_request)
+        processed = await process_prompt(frontend, prompt, params, priority, adapter, tokenization=tokenization)
         request = OfflineRequest(frontend, *processed, request_id)
         self._requests[request.id] = request
         return request
@@ -182,6 +201,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         *,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **chat: Any,
     ) -> AsyncIterator[RequestOutput]:
@@ -189,8 +209,8 @@ class AsyncLLM:
         other arguments of vLLM's, which must be None.
         """
         given, tokenization = chat_input(messages=messages, **chat), Tokenization.of(tokenization_kwargs)
-        frontend = await self.start()
-        processed = await process_chat(frontend, given, sampling_params, priority, tokenization=tokenization)
+        frontend, adapter = await self._opened(lora_request)
+        processed = await process_chat(frontend, given, sampling_params, priority, adapter, tokenization=tokenization)
         request = OfflineRequest(frontend, *processed, request_id)
         async for result in request.results():
             yield result
@@ -208,6 +228,7 @@ class AsyncLLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> EmbeddingRequestOutput:
@@ -218,7 +239,7 @@ class AsyncLLM:
         `dimensions` keeps the first numbers of a Matryoshka model's vector, and `normalize` gives it length 1; None: as
         the model declares. `prompt_name` is the name of the model's prompt to put before a text; None: its default.
         `pooling_params` and `tokenization_kwargs` are other ways to give some of these. Other arguments of vLLM's
-        (`unsupported`), such as `lora_request`, must be None.
+        (`unsupported`), such as `trace_headers`, must be None.
 
         Cancelling the task aborts the request. Raises the same errors as `AsyncLLM.generate`.
         """
@@ -232,7 +253,8 @@ class AsyncLLM:
             **unsupported,
         )
         vectors = pooling.vector_options(pooling_params, dimensions=dimensions, normalize=normalize)
-        return await pooling.embed(await self.start(), prompt, rendering, vectors, request_id, priority)
+        frontend, adapter = await self._opened(lora_request)
+        return await pooling.embed(frontend, prompt, rendering, vectors, request_id, priority, adapter)
 
     async def classify(
         self,
@@ -242,16 +264,19 @@ class AsyncLLM:
         *,
         pooling_params: PoolingParams | None = None,
         use_activation: bool | None = None,
+        lora_request: LoRARequest | None = None,
         **rendering: Any,
     ) -> ClassificationRequestOutput:
         """Compute the probability of each label, with a classifier; if `use_activation` is False, its logit.
 
         `rendering` are `truncate_prompt_tokens`, `truncation_side`, `add_special_tokens` and `tokenization_kwargs` of
         `AsyncLLM.embed`, which raises the same errors, and other arguments of vLLM's, which must be None.
+        `lora_request` is the adapter.
         """
         given = pooling.options(pooling_params, **rendering)
         vectors = pooling.vector_options(pooling_params, normalize=use_activation)
-        return await pooling.classify(await self.start(), prompt, given, vectors, request_id, priority)
+        frontend, adapter = await self._opened(lora_request)
+        return await pooling.classify(frontend, prompt, given, vectors, request_id, priority, adapter)
 
     async def encode(
         self,
@@ -263,6 +288,7 @@ class AsyncLLM:
         pooling_task: Literal["embed", "token_embed", "classify"] | None = None,
         dimensions: int | None = None,
         use_activation: bool | None = None,
+        lora_request: LoRARequest | None = None,
         **rendering: Any,
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Compute the pooled output of a prompt: a vector, the vectors of its tokens, or the probability of each label.
@@ -273,7 +299,8 @@ class AsyncLLM:
         task = pooling_task or (pooling_params and pooling_params.task)
         given = pooling.options(pooling_params, **rendering)
         vectors = pooling.vector_options(pooling_params, dimensions=dimensions, normalize=use_activation)
-        return await pooling.encode(task or "pool", await self.start(), prompt, given, vectors, request_id, priority)
+        frontend, adapter = await self._opened(lora_request)
+        return await pooling.encode(task or "pool", frontend, prompt, given, vectors, request_id, priority, adapter)
 
     async def score(
         self,
@@ -284,6 +311,7 @@ class AsyncLLM:
         *,
         pooling_params: PoolingParams | None = None,
         use_activation: bool | None = None,
+        lora_request: LoRARequest | None = None,
         **rendering: Any,
     ) -> list[ScoringRequestOutput]:
         """Score each text of `data_1` with its counterpart in `data_2`, or a single one with all of them. Instead of a
@@ -295,7 +323,8 @@ class AsyncLLM:
         """
         given = pooling.options(pooling_params, **rendering)
         activated = pooling.vector_options(pooling_params, normalize=use_activation).normalize
-        return await pooling.score(await self.start(), data_1, data_2, given, activated, request_id, priority)
+        frontend, adapter = await self._opened(lora_request)
+        return await pooling.score(frontend, data_1, data_2, given, activated, request_id, priority, adapter)
 
     @property
     def model_config(self) -> ModelConfig:

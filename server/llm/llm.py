@@ -17,6 +17,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.llm import pooling
 from quire.server.llm.async_llm import AsyncLLM
 from quire.server.llm.llm_engine import LLMEngine
+from quire.server.llm.lora_request import LoRAChoice, LoRARequest, checked, opened, opened_for
 from quire.server.llm.offline_request import OfflineRequest
 from quire.server.llm.pooling import PoolingParams, ScoreData
 from quire.server.llm.prompts import (
@@ -40,6 +41,7 @@ from quire.server.serving.llm_outputs import (
     ScoringRequestOutput,
     beam_search_sequence,
 )
+from quire.server.text.adapter import RequestAdapter
 from quire.server.text.conversation import Message
 from quire.server.text.embedding_output import VectorOptions
 from quire.server.text.inputs import EmbeddingOptions
@@ -80,6 +82,7 @@ class LLM(LLMEngine):
         prompt_token_ids: list[int] | Sequence[list[int]] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRAChoice = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
@@ -89,21 +92,24 @@ class LLM(LLMEngine):
         `prompt_token_ids` are prompts as token ids; `prompts` are their texts then, or None. `priority` is one number
         for each prompt; lower ones run first with `scheduling_policy="priority"`. `use_tqdm` shows a progress bar on a
         terminal, made by it if it is a function. `tokenization_kwargs` may have `add_special_tokens` and
-        `truncate_prompt_tokens`. Other arguments of vLLM's (`unsupported`), such as `lora_request`, must be None.
+        `truncate_prompt_tokens`. `lora_request` is the adapter of all prompts, or one for each; None: the base model
+        answers. Other arguments of vLLM's (`unsupported`), such as `trace_headers`, must be None.
 
         Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are then aborted. Raises
-        `ValueError` if there are not as many parameters or priorities as prompts.
+        `ValueError` if there are not as many parameters, priorities or adapters as prompts, and `ConfigError` for an
+        adapter that cannot be used.
         """
         check_supported(unsupported)
         process = partial(process_prompt, self._frontend, tokenization=Tokenization.of(tokenization_kwargs))
         many = joined(prompts, prompt_token_ids)
-        return self._wait(self._run_all(process, many, sampling_params, priority, use_tqdm))
+        return self._wait(self._run_all(process, many, sampling_params, priority, checked(lora_request), use_tqdm))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRAChoice = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
@@ -142,12 +148,13 @@ class LLM(LLMEngine):
         many: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         chats = [options(messages=each) for each in many]
         process = partial(process_chat, self._frontend, tokenization=Tokenization.of(tokenization_kwargs))
-        return self._wait(self._run_all(process, chats, sampling_params, None, use_tqdm))
+        return self._wait(self._run_all(process, chats, sampling_params, None, checked(lora_request), use_tqdm))
 
     def beam_search(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         params: BeamSearchParams,
+        lora_request: LoRAChoice = None,
         use_tqdm: bool | Callable[..., Any] = True,
         concurrency_limit: int | None = None,
         **unsupported: Any,
@@ -165,11 +172,13 @@ class LLM(LLMEngine):
             logprobs=0,
         )
 
-        async def process(prompt: PromptLike, sampling: SamplingParams | None, priority: int) -> ProcessedPrompt:
-            given, text = await process_prompt(self._frontend, prompt, sampling, priority)
+        async def process(
+            prompt: PromptLike, sampling: SamplingParams | None, priority: int, adapter: RequestAdapter | None
+        ) -> ProcessedPrompt:
+            given, text = await process_prompt(self._frontend, prompt, sampling, priority, adapter)
             return ProcessedPrompt(replace(given, length_penalty=params.length_penalty), text)
 
-        results = self._wait(self._run_all(process, many, sampling, None, use_tqdm))
+        results = self._wait(self._run_all(process, many, sampling, None, checked(lora_request), use_tqdm))
         return [
             BeamSearchOutput([beam_search_sequence(result.prompt_token_ids, output) for output in result.outputs])
             for result in results
@@ -187,6 +196,7 @@ class LLM(LLMEngine):
         truncation_side: Literal["left", "right"] = "right",
         add_special_tokens: bool = True,
         prompt_name: str | None = None,
+        lora_request: LoRAChoice = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> list[EmbeddingRequestOutput]:
@@ -205,7 +215,9 @@ class LLM(LLMEngine):
         )
         finish = partial(pooling.vector_options, dimensions=dimensions, normalize=normalize)
         pool = partial(pooling.embed, self._frontend)
-        return self._wait(self._pool_all(pool, prompts, pooling_params, render, finish, use_tqdm))
+        return self._wait(
+            self._pool_all(pool, prompts, pooling_params, render, finish, checked(lora_request), use_tqdm)
+        )
 
     def classify(
         self,
@@ -214,13 +226,16 @@ class LLM(LLMEngine):
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_activation: bool | None = None,
+        lora_request: LoRAChoice = None,
         **rendering: Any,
     ) -> list[ClassificationRequestOutput]:
         """Classify one or more prompts, with a classifier; otherwise like `AsyncLLM.classify`."""
         render = partial(pooling.options, **rendering)
         finish = partial(pooling.vector_options, normalize=use_activation)
         pool = partial(pooling.classify, self._frontend)
-        return self._wait(self._pool_all(pool, prompts, pooling_params, render, finish, use_tqdm))
+        return self._wait(
+            self._pool_all(pool, prompts, pooling_params, render, finish, checked(lora_request), use_tqdm)
+        )
 
     def encode(
         self,
@@ -231,6 +246,7 @@ class LLM(LLMEngine):
         pooling_task: Literal["embed", "token_embed", "classify"] | None = None,
         dimensions: int | None = None,
         use_activation: bool | None = None,
+        lora_request: LoRAChoice = None,
         **rendering: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Compute the pooled outputs of one or more prompts; otherwise like `AsyncLLM.encode`."""
@@ -239,7 +255,9 @@ class LLM(LLMEngine):
         render = partial(pooling.options, **rendering)
         finish = partial(pooling.vector_options, dimensions=dimensions, normalize=use_activation)
         pool = partial(pooling.encode, task or "pool", self._frontend)
-        return self._wait(self._pool_all(pool, prompts, pooling_params, render, finish, use_tqdm))
+        return self._wait(
+            self._pool_all(pool, prompts, pooling_params, render, finish, checked(lora_request), use_tqdm)
+        )
 
     def score(
         self,
@@ -249,13 +267,15 @@ class LLM(LLMEngine):
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
         use_activation: bool | None = None,
+        lora_request: LoRARequest | None = None,
         **rendering: Any,
     ) -> list[ScoringRequestOutput]:
         """Score pairs of texts, all of them in one request; otherwise like `AsyncLLM.score`."""
         options = pooling.options(pooling_params, **rendering)
         activated = pooling.vector_options(pooling_params, normalize=use_activation).normalize
+        adapter = self._wait(opened(self._frontend, checked(lora_request)))
         with _bar(1, use_tqdm) as bar:
-            found = self._wait(pooling.score(self._frontend, data_1, data_2, options, activated))
+            found = self._wait(pooling.score(self._frontend, data_1, data_2, options, activated, adapter=adapter))
             bar.update()
         return found
 
@@ -269,10 +289,13 @@ class LLM(LLMEngine):
 
     async def _run_all(
         self,
-        process: Callable[[Any, SamplingParams | None, int], Coroutine[Any, Any, ProcessedPrompt]],
+        process: Callable[
+            [Any, SamplingParams | None, int, RequestAdapter | None], Coroutine[Any, Any, ProcessedPrompt]
+        ],
         prompts: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        lora_request: LoRAChoice,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         params = [sampling_params] * len(prompts) if not isinstance(sampling_params, Sequence) else sampling_params
@@ -280,7 +303,8 @@ class LLM(LLMEngine):
         for what, given in (("sampling_params", params), ("priority", priorities)):
             if len(given) != len(prompts):
                 raise ValueError(f"{what}: {len(given)} for {len(prompts)} prompts")
-        processed = await asyncio.gather(*map(process, prompts, params, priorities))
+        adapters = await opened_for(self._frontend, lora_request, len(prompts))
+        processed = await asyncio.gather(*map(process, prompts, params, priorities, adapters))
         with (
             contextlib.ExitStack() as stack,
             _bar(len(prompts), use_tqdm) as bar,
@@ -296,11 +320,12 @@ class LLM(LLMEngine):
 
     async def _pool_all(
         self,
-        pool: Callable[[PromptLike, EmbeddingOptions, VectorOptions], Coroutine[Any, Any, T]],
+        pool: Callable[..., Coroutine[Any, Any, T]],
         prompts: PromptLike | Sequence[PromptLike],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None,
         render: Callable[[PoolingParams | None], EmbeddingOptions],
         finish: Callable[[PoolingParams | None], VectorOptions],
+        lora_request: LoRAChoice,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[T]:
         """Run `pool` for each prompt, with the options that `render` and `finish` make of its parameters."""
@@ -309,15 +334,18 @@ class LLM(LLMEngine):
         if len(params) != len(many):
             raise ValueError(f"pooling_params: {len(params)} for {len(many)} prompts")
         inputs = [(prompt, render(given), finish(given)) for prompt, given in zip(many, params, strict=True)]
+        adapters = await opened_for(self._frontend, lora_request, len(many))
         with _bar(len(many), use_tqdm) as bar:
 
-            async def one(prompt: PromptLike, rendering: EmbeddingOptions, vectors: VectorOptions) -> T:
-                result = await pool(prompt, rendering, vectors)
+            async def one(
+                prompt: PromptLike, rendering: EmbeddingOptions, vectors: VectorOptions, adapter: RequestAdapter | None
+            ) -> T:
+                result = await pool(prompt, rendering, vectors, adapter=adapter)
                 bar.update()
                 return result
 
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(*each)) for each in inputs]
+                tasks = [group.create_task(one(*each, adapter)) for each, adapter in zip(inputs, adapters, strict=True)]
         return [task.result() for task in tasks]
 
 

@@ -11,6 +11,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.config.engine_args import EngineArgs
 from quire.server.llm.async_llm import AsyncLLM
+from quire.server.llm.lora_request import LoRARequest
 from quire.server.llm.metrics_reader import Metric, read_metrics
 from quire.server.llm.own_loop import OwnLoop
 from quire.server.llm.prompts import PromptLike
@@ -73,6 +74,8 @@ class LLMEngine(OwnLoop):
         prompt: PromptLike,
         params: SamplingParams | None = None,
         priority: int = 0,
+        *,
+        lora_request: LoRARequest | None = None,
         **unsupported: Any,
     ) -> None:
         """Start a request; the arguments are the same as for `AsyncLLM.generate`.
@@ -86,7 +89,7 @@ class LLMEngine(OwnLoop):
                 "request_id",
             )
         self._unfinished[request_id] = self._wait(
-            self._llm.add_request(request_id, prompt, params, priority, **unsupported)
+            self._llm.add_request(request_id, prompt, params, priority, lora_request=lora_request, **unsupported)
         )
 
     def step(self) -> list[RequestOutput]:

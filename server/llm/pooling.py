@@ -21,6 +21,7 @@ from quire.server.serving.llm_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from quire.server.text.adapter import RequestAdapter
 from quire.server.text.embedding_output import VectorOptions, scores
 from quire.server.text.inputs import (
     ContentParts,
@@ -66,13 +67,15 @@ async def _pool(
     vectors: VectorOptions,
     request_id: str | None,
     priority: int,
+    adapter: RequestAdapter | None,
 ) -> tuple[Any, dict[str, Any]]:
     """Return a prompt's vector, or the vectors of its tokens, and the common fields of results."""
-    processor, (given, text, salt, media) = frontend.admit(task), split(prompt)
-    whole: PooledInput = MarkedPrompt(prompt=given, media=media) if media else given
+    processor, (content, text, salt, media) = frontend.admit(task), split(prompt)
+    whole: PooledInput = MarkedPrompt(prompt=content, media=media) if media else content
     pooled = await processor.pooled.process_embeddings({"prompt": whole}, rendering, vectors)
     request_id = request_id or uuid.uuid4().hex
-    with frontend.embed(request_id, pooled, typed(priority, int, "priority"), salt) as embedding:
+    given = replace(pooled, adapter=adapter)
+    with frontend.embed(request_id, given, typed(priority, int, "priority"), salt) as embedding:
         (output,) = await embedding.vectors()
     assert processor.pooling is not None
     return vectors.finish(output.vector or b"", processor.pooling).tolist(), {
@@ -90,8 +93,9 @@ async def embed(
     vectors: VectorOptions,
     request_id: str | None = None,
     priority: int = 0,
+    adapter: RequestAdapter | None = None,
 ) -> EmbeddingRequestOutput:
-    vector, common = await _pool("embed", frontend, prompt, rendering, vectors, request_id, priority)
+    vector, common = await _pool("embed", frontend, prompt, rendering, vectors, request_id, priority, adapter)
     return EmbeddingRequestOutput(outputs=EmbeddingOutput(vector), **common)
 
 
@@ -102,8 +106,9 @@ async def classify(
     vectors: VectorOptions,
     request_id: str | None = None,
     priority: int = 0,
+    adapter: RequestAdapter | None = None,
 ) -> ClassificationRequestOutput:
-    vector, common = await _pool("classify", frontend, prompt, rendering, vectors, request_id, priority)
+    vector, common = await _pool("classify", frontend, prompt, rendering, vectors, request_id, priority, adapter)
     return ClassificationRequestOutput(outputs=ClassificationOutput(vector), **common)
 
 
@@ -115,8 +120,9 @@ async def encode(
     vectors: VectorOptions,
     request_id: str | None = None,
     priority: int = 0,
+    adapter: RequestAdapter | None = None,
 ) -> PoolingRequestOutput[PoolingOutput]:
-    vector, common = await _pool(task, frontend, prompt, rendering, vectors, request_id, priority)
+    vector, common = await _pool(task, frontend, prompt, rendering, vectors, request_id, priority, adapter)
     return PoolingRequestOutput(outputs=PoolingOutput(vector), **common)
 
 
@@ -128,13 +134,15 @@ async def score(
     use_activation: bool | None,
     request_id: str | None = None,
     priority: int = 0,
+    adapter: RequestAdapter | None = None,
 ) -> list[ScoringRequestOutput]:
     processor = frontend.admit("score")
     first, second = (
         _content(data, param) if isinstance(data, str | Mapping) else [_content(each, param) for each in data]
         for data, param in ((data_1, "data_1"), (data_2, "data_2"))
     )
-    given = await processor.pooled.process_pairs(first, second, rendering, ("data_1", "data_2"))
+    pairs = await processor.pooled.process_pairs(first, second, rendering, ("data_1", "data_2"))
+    given = replace(pairs, adapter=adapter)
     request_id = request_id or uuid.uuid4().hex
     priority = typed(priority, int, "priority")
     with frontend.embed(request_id, given, priority) as embedding:

@@ -14,6 +14,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.llm.media import chat_media, prompt_media
 from quire.server.media.types import MediaSource
 from quire.server.serving.frontend import Frontend
+from quire.server.text.adapter import OWN_TEMPLATE, RequestAdapter
 from quire.server.text.conversation import ChatTemplateOptions, Message
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import ChatInput, GenerationInput, Prompt, RequestOptions
@@ -60,7 +61,6 @@ _UNSUPPORTED = {
     "chat_template_content_format": "it is detected from the chat template",
     "data_parallel_rank": "replicas are chosen by their load and cached prefixes",
     "guided_options_request": "use SamplingParams(structured_outputs=…)",
-    "lora_request": "LoRA adapters are not supported; use quire merge",
     **dict.fromkeys(("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids"), "it is a key of a prompt"),
     "prompt_adapter_request": "prompt adapters are not supported",
     "prompt_embeds": "embeddings as prompts are not supported; use texts or token ids",
@@ -143,6 +143,7 @@ async def process_prompt(
     prompt: PromptLike,
     params: SamplingParams | None,
     priority: int,
+    adapter: RequestAdapter | None = None,
     *,
     tokenization: Tokenization = DEFAULT_TOKENIZATION,
 ) -> ProcessedPrompt:
@@ -160,7 +161,7 @@ async def process_prompt(
         add_special_tokens=tokenization.add_special_tokens is not False,
         media=media,
     )
-    return ProcessedPrompt(processed, text)
+    return ProcessedPrompt(replace(processed, adapter=adapter), text)
 
 
 async def process_chat(
@@ -168,6 +169,7 @@ async def process_chat(
     chat: ChatInput,
     params: SamplingParams | None,
     priority: int,
+    adapter: RequestAdapter | None = None,
     *,
     tokenization: Tokenization = DEFAULT_TOKENIZATION,
 ) -> ProcessedPrompt:
@@ -177,7 +179,12 @@ async def process_chat(
         chat = replace(chat, template=replace(chat.template, add_special_tokens=tokenization.add_special_tokens))
     chat = replace(chat, thinking_budget=checked.thinking_token_budget)
     options = _options(checked, priority, None, tokenization)
-    return ProcessedPrompt(await processor.process_chat(chat, checked, options))
+    token = OWN_TEMPLATE.set("" if adapter is None else adapter.chat_template)
+    try:
+        processed = await processor.process_chat(chat, checked, options)
+    finally:
+        OWN_TEMPLATE.reset(token)
+    return ProcessedPrompt(replace(processed, adapter=adapter))
 
 
 def _checked(processor: InputProcessor, params: SamplingParams | None) -> SamplingParams:

@@ -24,6 +24,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.environments import OWN_ENVIRONMENT, environment, run
 from tests.e2e.serving import Server, quire, serve
 from tests.e2e.test_openai import COMMAND
@@ -68,6 +69,20 @@ def test_offline(python: Callable[..., str]) -> None:
     (chat,) = (line for line in lines if line.startswith("chat: "))
     assert "--port" in chat
     assert lines[-1] in ("choice: Oslo", "choice: Lima")
+
+
+@pytest.mark.slow
+def test_adapters(python: Callable[..., str]) -> None:
+    def names(said: str) -> list[str]:
+        found = dict(line.split(": ", 1) for line in said.splitlines())
+        assert re.search("matey|Arr|Aye|Ahoy", found["pirate"])
+        return [*found]
+
+    assert names(python("adapters_offline.py")) == ["base", "pirate"]
+    folder = DEMO_MODEL.with_name("demo_adapters")
+    with serve("--enable-lora", "--lora-root", str(folder)) as server:
+        url = f"{server.url}/v1"
+        assert {*names(python("adapters_online.py", "pirate", OPENAI_BASE_URL=url))} >= {"pirate", "mine"}
 
 
 @pytest.mark.slow
