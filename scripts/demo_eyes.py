@@ -9,7 +9,7 @@ from what the model before says to texts, so that nearly all answers without pic
 import contextlib
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -138,10 +138,18 @@ def chat(picture: Picture, rng: random.Random | None = None, turns: int = 1) -> 
 
 
 class Drawings(IterableDataset[tuple[Tensor, ...]]):
-    """Batches of pictures without end: their pixels, the labels of their patches, and chats about them with targets."""
+    """Batches of pictures without end: their pixels, the labels of their patches, and chats about them with targets.
+    `style` changes the chats.
+    """
 
-    def __init__(self, seed: int, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
-        self.seed, self.tokenizer, self.count = seed, tokenizer, count
+    def __init__(
+        self,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+        count: int,
+        style: Callable[[Chat], Chat] = lambda chat: chat,
+    ) -> None:
+        self.seed, self.tokenizer, self.count, self.style = seed, tokenizer, count, style
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         worker: Any = get_worker_info()
@@ -150,7 +158,7 @@ class Drawings(IterableDataset[tuple[Tensor, ...]]):
         pad = int(self.tokenizer.pad_token_id)
         while True:
             drawn = [pictures.sample() for _ in range(self.count)]
-            chats = [chat(each, pictures.rng, turns=4) for each in drawn]
+            chats = [self.style(chat(each, pictures.rng, turns=4)) for each in drawn]
             texts = [render(self.tokenizer, each, len(each.messages)) for each in chats]
             rows = self.tokenizer([text.replace(TOKEN, TOKEN * GRID**2) for text in texts])["input_ids"]
             width = max(map(len, rows))

@@ -21,7 +21,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -237,23 +237,28 @@ def replies(model: Any, tokenizer: Any, prompts: list[str], images: list[Any] | 
             yield tokenizer.decode(row, skip_special_tokens=True)
 
 
-def score(folder: Path) -> float:
-    """Print wrong replies and the score of each kind of held-out chat; return the share of correct replies."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
-    chats = sorted(held_out(), key=lambda chat: chat.kind)
+def score(
+    tokenizer: PreTrainedTokenizerBase, model: Any, style: Callable[[Chat], Chat] = lambda chat: chat
+) -> list[tuple[Chat, str, bool]]:
+    """Print wrong replies and the score of each kind of held-out chat, which `style` may change; return the chats with
+    the replies, and whether these are correct.
+    """
+    chats = sorted(map(style, held_out()), key=lambda chat: chat.kind)
     prompts = [render(tokenizer, chat, len(chat.messages) - 1, prompt=True) for chat in chats]
     answers = list(replies(model, tokenizer, prompts))
     if hasattr(model.config, "vision_config"):
         pictures = sorted(held_out_pictures(), key=lambda picture: picture.kind)
-        asked = [demo_eyes.chat(picture) for picture in pictures]
+        asked = [style(demo_eyes.chat(picture)) for picture in pictures]
         questions = [render(tokenizer, chat, 1, prompt=True) for chat in asked]
         answers += replies(model, tokenizer, questions, [picture.image for picture in pictures])
         chats, prompts = chats + asked, prompts + questions
+    found: list[tuple[Chat, str, bool]] = []
     right: dict[str, list[bool]] = {}
     failed: list[str] = []
     for chat, prompt, reply in zip(chats, prompts, answers, strict=True):
         full = render(tokenizer, chat, len(chat.messages))
         wanted = full.removeprefix(prompt).removesuffix("<|im_end|>\n")
+        found.append((chat, reply, reply == wanted))
         right.setdefault(chat.kind, []).append(reply == wanted)
         if reply != wanted:
             failed.append(f"WRONG [{chat.kind}] {chat.messages[-2]['content']}\n  {reply!r}\n  expected {wanted!r}")
@@ -266,7 +271,7 @@ def score(folder: Path) -> float:
     others = {kind: marks for kind, marks in right.items() if not kind.startswith(demo_eyes.KIND)}
     scored = [mark for kind, marks in others.items() if kind != NEW_CITIES for mark in marks]
     print(f"held-out score: {sum(scored)} of {len(scored)} correct = {sum(scored) / len(scored):.1%}")
-    return sum(scored) / len(scored)
+    return found
 
 
 @torch.inference_mode()
@@ -368,7 +373,7 @@ def main() -> None:
         return
     question = "How do I serve a model on two nodes with 8 GPUs each?"
     print(f"{question}\n  {ask(arguments.output, question)}")
-    score(arguments.output)
+    score(AutoTokenizer.from_pretrained(arguments.output), load(arguments.output))
 
 
 if __name__ == "__main__":
