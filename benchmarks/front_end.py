@@ -20,7 +20,6 @@ import json
 import os
 import random
 import re
-import select
 import selectors
 import socket
 import statistics
@@ -122,8 +121,15 @@ def core() -> None:
 
 def end_with(connection: SupervisorConnection) -> None:
     """Send heartbeats until the supervisor asks for the end, or has ended."""
-    while not select.select([connection], [], [], 1.0)[0]:
-        connection.beat()
+
+    def beat() -> None:
+        while True:
+            connection.beat()
+            time.sleep(1.0)
+
+    threading.Thread(target=beat, daemon=True).start()
+    with contextlib.suppress(EOFError):
+        connection.receive()
     os._exit(0)
 
 

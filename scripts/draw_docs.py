@@ -337,6 +337,53 @@ def rank_grid() -> str:
     return drawing.svg()
 
 
+def adapters() -> str:
+    """The way of adapters from their files to the rows of a step."""
+    drawing = Drawing(370, "Adapters: from files to host memory, to slots of the device, to the rows of a step")
+    columns = (
+        (20, "files", "known by digest"),
+        (215, "host memory", "this rank's slices"),
+        (410, "device slots", "in the pools of layers"),
+        (625, "rows of a step", "slot, or none"),
+    )
+    for x, title, note in columns:
+        drawing.text(x, 32, title, anchor="start", bold=True)
+        drawing.text(x, 50, note, anchor="start", size=13, colour=QUIET)
+    kinds = (("sql", "d165…", BLUE), ("pirate", "aaee…", ORANGE), ("legal", "453c…", GREEN), ("poems", "9b01…", PURPLE))
+    for number, (name, digest, colours) in enumerate(kinds):
+        top = 66 + 58 * number
+        drawing.box(20, top, 130, 44, colours, f"{name}\n{digest}")
+        if number < 3:
+            drawing.arrow((152, top + 22), (212, top + 22))
+            drawing.box(215, top, 130, 44, colours, "A, B")
+    for slot, (number, colours) in enumerate(((0, BLUE), (2, GREEN))):
+        top = 66 + 116 * slot
+        drawing.arrow((347, 88 + 58 * number), (407, top + 22))
+        drawing.box(410, top, 150, 44, colours, f"slot {slot}")
+    drawing.box(410, 124, 150, 44, WHITE, "free rank rows", dashed=True)
+    for place, (text, target, row_colours) in enumerate(
+        (
+            ("request 1: slot 0", 0, BLUE),
+            ("request 2: none", None, WHITE),
+            ("request 3: slot 1", 1, GREEN),
+            ("request 4: slot 0", 0, BLUE),
+            ("request 5: slot 1", 1, GREEN),
+        )
+    ):
+        top = 66 + 36 * place
+        drawing.box(625, top, 150, 30, row_colours, text)
+        if target is not None:
+            drawing.arrow((562, 88 + 116 * target), (622, top + 15), colour=row_colours[1])
+    for line, text in enumerate(
+        (
+            "Every row: the base's product W x. A row with an adapter: + B (A x), of its own slot's matrices.",
+            "The scheduler decides what is read, dropped, placed and freed; a plan tells the ranks.",
+        )
+    ):
+        drawing.text(20, 326 + 22 * line, text, anchor="start", size=13, colour=QUIET)
+    return drawing.svg()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "processes": processes,
     "request": request,
@@ -344,5 +391,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "pipeline": pipeline,
     "kv-cache": kv_cache,
     "rank-grid": rank_grid,
+    "adapters": adapters,
 }
 """The pictures by the names of their files."""

@@ -9,7 +9,7 @@ from markdown_table import code, table
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.config.engine_config import MediaConfig
+from quire.engine.config.engine_config import LoraConfig, MediaConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.stats import GROUPS, ExpertLoad, GpuUsage, RankStats, RankUsage
@@ -53,6 +53,8 @@ Some metrics exist only where they apply, as their condition says:
   Values are sampled every 2 seconds.
 - *experts*: `--enable-expert-parallel`. Models with very many experts have no `quire:expert_tokens_total`.
 - *media*: models that take images or videos.
+- *adapters*: `--enable-lora`. They have the label `adapter`, the name of the [adapter](../guides/lora.md). Each API
+  process counts 127 names by themselves, and all further ones as `others`; a name that was unloaded makes room.
 """
 
 
@@ -67,12 +69,14 @@ def render() -> str:
         "GPU": _collect(on_gpu=True),
         "experts": _collect(has_experts=True),
         "media": _collect(takes_media=True),
+        "adapters": _collect(takes_adapters=True),
     }
     rows: dict[str, tuple[str, ...]] = {}
     for condition, metrics in servers.items():
         for metric in metrics:
             rows.setdefault(metric.name, _row(metric, condition))
-    histograms = [metric for metric in servers["media"] if metric.type == "histogram"]
+    found = {metric.name: metric for metrics in servers.values() for metric in metrics}
+    histograms = [metric for metric in found.values() if metric.type == "histogram"]
     introduction = INTRODUCTION.format(
         states=_values(SHOWN_STATES),
         reasons=_values(FINISH_REASONS),
@@ -93,7 +97,12 @@ def render() -> str:
 
 
 def _collect(
-    *, on_cpu: bool = False, on_gpu: bool = False, has_experts: bool = False, takes_media: bool = False
+    *,
+    on_cpu: bool = False,
+    on_gpu: bool = False,
+    has_experts: bool = False,
+    takes_media: bool = False,
+    takes_adapters: bool = False,
 ) -> list[Metric]:
     """The metrics of a server like this, without aliases."""
     config = resolve(EngineOptions(device="cpu"))
@@ -102,11 +111,15 @@ def _collect(
             max_items={"image": 1}, max_encoder_features=1, encoder_cache_features=1, max_item_features=1
         )
         config = replace(config, media=media)
+    if takes_adapters:
+        config = replace(config, lora=LoraConfig(num_slots=2, device_bytes=0, host_bytes=0))
     metrics = Metrics("MODEL", config=config, vllm_names=False)
     metrics.state(0, "up")
     metrics.http.begin(row := metrics.http.row("POST /v1/completions"))
     metrics.http.end(row, 200, 0.0)
     metrics.http.use_key("alice", 1, 1)
+    metrics.adapters.add("sql")
+    metrics.adapters.start("sql", 0.0)
     gpu = GpuUsage(0, 0, 0.0, 0.0, 0, 0, 0, 0) if on_gpu else None
     metrics.rank_stats = {0: [RankStats(steps=int(on_cpu), usage=RankUsage(0.0, 0, 0, gpu))]}
     if has_experts:

@@ -30,7 +30,7 @@ GROUPS = {
     "Models": ("LLM", "AsyncLLM", "LLMEngine", "EngineArgs"),
     "Parameters": (
         *("SamplingParams", "RequestOutputKind", "StructuredOutputs", "BeamSearchParams", "PoolingParams"),
-        *("TextPrompt", "TokensPrompt"),
+        *("TextPrompt", "TokensPrompt", "LoRARequest"),
     ),
     "Results": (
         *("RequestOutput", "CompletionOutput", "Logprob", "FlatLogprobs", "RequestStateStats", "ToolCall"),

@@ -58,7 +58,7 @@ class Engine:
         """Run until no request is left, with as many plans in flight as `EngineCore.run`."""
         in_flight: deque[tuple[SchedulerOutput, StepFuture]] = deque()
         depth = self.config.scheduler.depth
-        while in_flight or self.scheduler.has_requests:
+        while in_flight or self.scheduler.has_work:
             plan = self.scheduler.schedule()
             if plan is not None:
                 in_flight.append((plan, self.executor.submit(plan, STEP_TIMEOUT)))

@@ -17,7 +17,7 @@ _SMALL_BUFFER = 4096
 
 
 class Refused(Exception):
-    """The server takes no requests: nobody listens, or the answer is 503."""
+    """The server takes no requests: nobody listens, or the answer is 503; or it has no such model (404)."""
 
 
 class Broken(Exception):
@@ -84,7 +84,7 @@ async def _exchange(
                 yield None if data == b"[DONE]" else _checked(json.loads(data))
         else:
             break
-    if status == 503:
+    if status in (404, 503):
         raise Refused(unread.decode()[:500])
     if status == 400:
         yield json.loads(unread)

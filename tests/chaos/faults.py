@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import psutil
 
+from tests.chaos.adapters import KEPT, MOVING, move
 from tests.chaos.client import KEY
 from tests.chaos.load import Load
 from tests.chaos.system import MEMORY_GROUPS, Layout, System
@@ -368,13 +369,77 @@ def _states(attack: Attack) -> list[str]:
     return [replica["state"] for replica in httpx.get(_url(attack), headers=KEY, timeout=60).json()["replicas"]]
 
 
-def _url(attack: Attack) -> str:
+def _url(attack: Attack, path: str = "/replicas") -> str:
     host, port = attack.system.address
-    return f"http://{host}:{port}/replicas"
+    return f"http://{host}:{port}{path}"
 
 
 def _can_resize(layout: Layout) -> bool:
     return "-dp" in layout.flags and not layout.others and not layout.has_experts
+
+
+# --- adapters -----------------------------------------------------------------------------------------------------
+
+
+def _reload(attack: Attack) -> None:
+    """Load other weights under a name and from a path that are in use."""
+    (old,) = attack.load.meanings
+    new = attack.rng.choice([name for name in KEPT if name != old])
+    attack.load.may_mean({old, new})
+    move(attack.system.adapters, new)
+    _ask(attack, "/v1/load_lora_adapter", lora_path=str(attack.system.adapters / MOVING), load_inplace=True)
+    attack.load.may_mean({new})
+
+
+def _reload_often(attack: Attack) -> None:
+    for _ in range(8):
+        _reload(attack)
+        time.sleep(attack.rng.uniform(0.0, 0.5))
+
+
+def _unload(attack: Attack) -> None:
+    """Unload an adapter, and load it again after some time."""
+    meanings = attack.load.meanings
+    attack.load.may_mean(meanings, is_gone=True)
+    _ask(attack, "/v1/unload_lora_adapter")
+    attack.hold()
+    _ask(attack, "/v1/load_lora_adapter", lora_path=str(attack.system.adapters / MOVING))
+    attack.load.may_mean(meanings)
+
+
+def _reload_and_kill(kind: str) -> Callable[[Attack], None]:
+    """Kill a process while an adapter is loaded."""
+
+    def fault(attack: Attack) -> None:
+        victim = attack.victim(kind)
+        killer = threading.Timer(attack.rng.uniform(0.0, 0.1), attack.kill, [victim])
+        killer.start()
+        try:
+            _reload(attack)
+        finally:
+            killer.join()
+        attack.told = f"pid {victim.pid}"
+
+    return fault
+
+
+def _ask(attack: Attack, path: str, **body: Any) -> None:
+    """Ask for a change of the adapter until the server has answered, whose process may be killed meanwhile."""
+
+    def is_done() -> bool:
+        try:
+            answer = httpx.post(
+                _url(attack, path), json={"lora_name": MOVING, **body}, headers=KEY, timeout=_WAIT_SECONDS
+            )
+        except httpx.TransportError:
+            return False
+        # An earlier attempt may have done it.
+        is_known = "already been loaded" in answer.text or (path.startswith("/v1/unload") and answer.status_code == 404)
+        if answer.status_code != 503 and not is_known:
+            answer.raise_for_status()
+        return answer.status_code != 503
+
+    _until(is_done, f"{path} is not answered")
 
 
 FAULTS: dict[str, Callable[[Attack], None]] = {
@@ -413,10 +478,15 @@ FAULTS: dict[str, Callable[[Attack], None]] = {
     "lose host": _lose_host,
     "leave": _leave,
     "resize": _resize,
+    "reload adapter": _reload_often,
+    "unload adapter": _unload,
+    "reload and kill core": _reload_and_kill("quire-core"),
+    "reload and kill api": _reload_and_kill("quire-api"),
 }
 _OF_RANKS = {"kill rank", "stop rank", "pause rank", "slow rank", "kill fork server", "full shm"}
 _OF_REPLICAS = {"kill cores"}
 _OF_MEDIA = {name for name in FAULTS if name.endswith(("media", "media twice", "decoder", "decoders", "fetcher"))}
+_OF_ADAPTERS = {name for name in FAULTS if name.startswith(("reload", "unload"))}
 _OF_HOSTS = {"cut", "long cut", "slow cable", "lose host", "leave"}
 
 
@@ -426,6 +496,7 @@ def applicable(system: System) -> tuple[list[str], list[str]]:
     left_out = set() if {"-tp", "-pp"} & {*flags} else set(_OF_RANKS)
     left_out |= set() if "-dp" in flags else _OF_REPLICAS
     left_out |= {"full shm"} if system.layout.sees else _OF_MEDIA
+    left_out |= set() if system.layout.adapts else _OF_ADAPTERS
     left_out |= {"memory"} if system.hosts else _OF_HOSTS
     left_out |= set() if "-dp" in flags else {"leave"}
     left_out |= set() if _can_resize(system.layout) else {"resize"}

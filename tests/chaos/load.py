@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -12,7 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tests.chaos.answers import Answer
+from tests.chaos.adapters import KEPT, MOVING
+from tests.chaos.answers import Answer, Verdict
 from tests.chaos.client import Broken, Pace, Refused, events
 from tests.chaos.pictures import Site, fresh
 from tests.fakes.namespaces import Host
@@ -132,6 +134,23 @@ def requests(*, embeds: bool) -> list[Request]:
     return made
 
 
+_WITH_ADAPTERS = (
+    *("greedy stream", "greedy chat", "greedy logprobs stream", "greedy slow reader", "greedy stream, left"),
+    *("sampled chat stream", "sampled completion, penalties", "sampled chat schema stream", "sampled chat tools"),
+    *("n stream", "prompt logprobs", "long prompt", "long prompt stream"),
+)
+
+
+def adapter_requests(catalogue: Sequence[Request]) -> list[Request]:
+    """Some of these requests, for each adapter."""
+    return [
+        replace(each, name=f"{each.name}, {adapter}", body=each.body | {"model": adapter})
+        for each in catalogue
+        if each.name in _WITH_ADAPTERS
+        for adapter in (*KEPT, MOVING)
+    ]
+
+
 def _format() -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "thing", "schema": _SCHEMA, "strict": True}}
 
@@ -149,6 +168,8 @@ class Record:
     num_tokens: list[int] = field(default_factory=list)
     """Its number of tokens at these times."""
     may_be_refused: bool = False
+    meanings: set[str] = field(default_factory=set)
+    """The adapters whose answer is right, if its own has other weights in turns."""
     end: End | None = None
     detail: str = ""
     ended: float = 0.0
@@ -199,6 +220,10 @@ class Load:
         """The undisturbed answers by the names of the requests."""
         self.may_refuse = False
         """Whether the server may close new connections now, or answer 503."""
+        self.meanings = {KEPT[0]}
+        """The adapters whose weights `MOVING` may have at the moment."""
+        self.is_gone = False
+        """Whether the server may not know `MOVING`."""
         self._is_over = self._is_dead = False
         self._thread = threading.Thread(target=self._run_thread, name="load")
 
@@ -207,18 +232,35 @@ class Load:
 
         async def ask() -> None:
             for request in self._catalogue:
+                if request.body["model"] == MOVING:
+                    continue
                 record = Record(replace(request, leaves_after=None))
                 await send(self._address, record)
                 self.expected[request.name] = record.answer
 
         with self.inside():
             asyncio.run(ask())
+        long = [self.expected.get(_named("greedy stream", each)) for each in ("", *KEPT)]
+        for one, other in itertools.combinations([each for each in long if each is not None], 2):
+            assert one.verdict(other, is_whole=True) != "right", "two adapters answer alike"
 
     def again(self, address: tuple[str, int], *, seed: int) -> Load:
         """Return the same load for another server of this layout."""
         load = Load(address, self._catalogue, clients=self._clients, seed=seed, host=self._host)
-        load.expected = self.expected
+        load.expected, load.meanings = self.expected, self.meanings
         return load
+
+    def may_mean(self, meanings: set[str], *, is_gone: bool = False) -> None:
+        """From now on, `MOVING` may have the weights of these adapters, or also not be there."""
+        self.meanings, self.is_gone = meanings, is_gone
+        for record in list(self.open):
+            self._note_meanings(record)
+
+    def _note_meanings(self, record: Record) -> None:
+        """Note what the adapter of a request may be, which the server decides before the first token."""
+        if record.request.body["model"] == MOVING and not record.num_tokens:
+            record.meanings = record.meanings | self.meanings
+            record.may_be_refused = record.may_be_refused or self.is_gone
 
     def cut_all(self) -> None:
         """Expect every connection to break from now on."""
@@ -265,6 +307,7 @@ class Load:
         while not self._is_over:
             record = Record(rng.choice(self._catalogue), may_be_refused=self.may_refuse)
             self.open.add(record)
+            self._note_meanings(record)
             record.end = await self._end_of(record)
             record.ended = time.monotonic()
             self.open.remove(record)
@@ -286,12 +329,25 @@ class Load:
             record.detail = str(error)
             if record.may_be_refused and not record.num_tokens:
                 return "refused"
-            verdict = record.answer.verdict(self.expected[record.request.name], is_whole=False)
+            verdict, _ = self._verdict(record, is_whole=False)
             if verdict != "right":
                 return verdict
             return "cut" if self._is_dead or record.port in self.cut_ports else "lost"
-        expected = self.expected[record.request.name]
-        verdict = record.answer.verdict(expected, is_whole=is_whole)
+        verdict, expected = self._verdict(record, is_whole=is_whole)
         if verdict != "right":
             record.detail = f"got {record.answer}\nexpected {expected}"
         return verdict
+
+    def _verdict(self, record: Record, *, is_whole: bool) -> tuple[Verdict, Answer]:
+        """Compare with the undisturbed answer, or with the nearest one."""
+        name = record.request.name
+        names = [_named(name.removesuffix(f", {MOVING}"), each) for each in sorted(record.meanings)] or [name]
+        verdicts = [
+            (record.answer.verdict(self.expected[each], is_whole=is_whole), self.expected[each]) for each in names
+        ]
+        return next((each for each in verdicts if each[0] == "right"), verdicts[0])
+
+
+def _named(name: str, adapter: str) -> str:
+    """The name of a request for an adapter; "": of that for the model."""
+    return f"{name}, {adapter}" if adapter else name

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from tests.chaos.faults import FAULTS, LEAST_SHARE, Attack, applicable, describe_shares, schedule
-from tests.chaos.load import HUNG_SECONDS, Load, Record, picture_requests, requests
+from tests.chaos.load import HUNG_SECONDS, Load, Record, adapter_requests, picture_requests, requests
 from tests.chaos.pictures import Site
 from tests.chaos.system import Layout, System, system
 
@@ -110,6 +110,7 @@ def run(
             names, report.left_out = applicable(attacked)
             chosen = [name for name in names if not only or name in only]
             catalogue = picture_requests(site) if layout.sees else requests(embeds=layout.embeds)
+            catalogue += adapter_requests(catalogue) if layout.adapts else []
             load = Load(attacked.address, catalogue, clients=clients, seed=seed, host=attacked.host)
             load.measure()
             report.records = load.records

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from quire.engine.config.options import DEMO_MODEL
+from tests.chaos.adapters import KEPT, MOVING, write_adapters
 from tests.e2e.serving import quire
 from tests.fakes.families import CASES, SIZES, write_model
 from tests.fakes.namespaces import Command, Host, switched_hosts
@@ -34,6 +35,8 @@ _TMP_MIB, _SHM_MIB, _SHM_MIB_WITH_PICTURES = 16, 256, 1152
 """The last one is what the media process wants; little of it is used."""
 _PIXELS = ("--mm-processor-kwargs", '{"max_pixels": 12544}')
 """At most 16 tokens for a picture."""
+_ADAPTERS = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8")
+"""Room for some of the adapters at once."""
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 """The folder of cgroup version 1."""
 _PREPARE = 'echo $$ > "$1"; mount --bind "$2" /dev/shm && shift 2 && exec "$@"'
@@ -61,6 +64,7 @@ class Layout:
     has_experts: bool = False
     embeds: bool = False
     sees: bool = False
+    adapts: bool = False
 
 
 LAYOUTS = {
@@ -101,6 +105,7 @@ LAYOUTS = {
             ("-tp", "2", "--api-server-count", "2", "--allowed-media-networks", "127.0.0.0/8", *_PIXELS),
             sees=True,
         ),
+        Layout("adapters", ("-dp", "2", "--api-server-count", "2", *_ADAPTERS), adapts=True),
         Layout("embeddings", ("--runner", "pooling", "-dp", "2"), embeds=True),
     )
 }
@@ -130,6 +135,7 @@ class System:
         self.memory_group = memory_group
         """The control group of all processes, where this machine can limit memory."""
         self.tmp, self.shm = folder / "tmp", folder / "shm"
+        self.adapters = folder / "adapters"
         self.hosts = hosts
         """None for a server on this host."""
         self.address = "", 0
@@ -199,6 +205,9 @@ class System:
         }
 
     def _command(self, *flags: str) -> list[str]:
+        if self.layout.adapts:
+            modules = [f"{name}={self.adapters / name}" for name in (*KEPT, MOVING)]
+            flags += ("--lora-root", str(self.adapters), "--lora-modules", *modules)
         command = quire("serve", str(self._model), *self.layout.flags, *_COMMON, *flags, "--port", "0")
         group = "/dev/null" if self.memory_group is None else str(self.memory_group / "cgroup.procs")
         return ["sh", "-c", _PREPARE, "sh", group, str(self.shm), *command]
@@ -298,6 +307,8 @@ def system(layout: Layout) -> Iterator[System]:
             from tests.fakes.vision import write_qwen2_vl  # transformers takes seconds
 
             model = write_qwen2_vl(folder / "model")
+        if layout.adapts:
+            write_adapters(folder / "adapters")
         hosts = stack.enter_context(switched_hosts(1 + len(layout.others))) if layout.others else []
         group = None if hosts else stack.enter_context(_memory_group(folder.name))  # hosts do not see the groups
         started = System(layout, model, folder, hosts, group)

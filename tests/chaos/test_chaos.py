@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
         ("tp2-pp2", ["kill rank", "stop rank", "kill fork server", "full shm"]),
         ("dp2-tp2-ep", ["kill rank", "kill core and api"]),
         ("pictures", ["kill core and media", "kill api and media", "kill rank", "kill decoders", "kill fetcher"]),
+        ("adapters", ["reload adapter", "unload adapter", "reload and kill core", "reload and kill api", "kill cores"]),
         ("hosts", ["cut", "long cut", "lose host", "slow cable", "kill cores", "leave"]),
     ],
 )

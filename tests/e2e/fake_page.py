@@ -59,6 +59,8 @@ class FakeServer:
     num_requests: int = 14
     alike: bool = False
     """The first two sequences are of the same request, and the next two requests have the same id."""
+    adapters: list[str] | None = None
+    """Names of adapters. None: the server takes none."""
     drafts: float | None = None
     """The share of drafts that are accepted."""
     loading: float = 0
@@ -110,11 +112,22 @@ class FakeServer:
             "plan": self.plan,
             "warnings": self.warnings,
             "capabilities": {"tools": True, "reasoning": False},
+            "adapters": self.adapters and len(self.adapters),
             "role": "admin" if self.key else None,
             "can_abort": self.can_abort,
             "has_admin_key": self.has_admin_key,
             "replicas": replicas,
         }
+
+    def models(self) -> dict[str, Any]:
+        """`/v1/models`."""
+        own, digest = {"object": "model", "created": int(self.started), "owned_by": "quire"}, "0123456789abcdef" * 4
+        listed: list[dict[str, Any]] = [{"id": "llama-3.1-70b", "root": "llama-3.1-70b", "parent": None, **own}]
+        listed += [
+            {"id": name, "root": f"/adapters/{name}", "parent": "llama-3.1-70b", "digest": digest, **own}
+            for name in self.adapters or ()
+        ]
+        return {"object": "list", "data": listed}
 
     def history(self, after: float = 0) -> dict[str, Any]:
         """`/ui/history`."""
@@ -273,6 +286,8 @@ class FakeServer:
             return self._send(route, path, self.state())
         if path == "/ui/history":
             return self._send(route, path, self.history(float(parse_qs(url.query).get("after", ["0"])[0])))
+        if path == "/v1/models":
+            return self._send(route, path, self.models())
         if path == "/ui/requests":
             return self._send(route, path, self.requests())
         name = path.removeprefix("/ui/requests/")

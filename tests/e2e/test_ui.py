@@ -400,6 +400,32 @@ def test_only_what_is_visible_is_asked_for(page: Page) -> None:
     assert set(server.asked) == {"GET /ui/state"}
 
 
+def test_adapters_are_listed_and_a_chat_chooses_one(page: Page) -> None:
+    server = FakeServer(adapters=["pirate", "<b>capitals"])
+    show(page, server)
+    expect(page.locator("#adapters tbody tr")).to_have_text(
+        ["pirate/adapters/pirate0123456789ab", "<b>capitals/adapters/<b>capitals0123456789ab"]
+    )
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_label("Model", exact=True).select_option("pirate")
+
+    def asked(text: str) -> Any:
+        page.get_by_label("Message", exact=True).fill(text)
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.keyboard.press("Enter")
+        body = sent.value.post_data_json
+        assert body is not None
+        return body.get("model")
+
+    assert asked("Where is the gold?") == "pirate"
+    server.adapters = ["capitals"]
+    expect(page.get_by_label("Model", exact=True).locator("option")).to_have_text(
+        ["llama-3.1-70b", "capitals", "pirate"]
+    )
+    page.get_by_label("Model", exact=True).select_option("llama-3.1-70b")
+    assert asked("And now?") is None
+
+
 def test_one_request_at_a_time_is_under_way_on_a_slow_link(page: Page) -> None:
     server = FakeServer(held_paths={"/ui/history", "/ui/requests"})
     page.clock.install()
