@@ -33,6 +33,8 @@ OF_SLOW_TESTS = {
     "e2e/test_ui_chat.py": "playwright",
     "e2e/test_openapi_fuzz.py": "schemathesis",
     "integration/engine/checkpoints/test_merge_by_peft.py": "peft",
+    "integration/scripts/test_train_demo_adapters.py": "peft",
+    "integration/server/text/test_adapter_start.py": "peft",
 }
 collect_ignore = [
     file for file, package in OF_SLOW_TESTS.items() if find_spec(package) is None and not os.environ.get("CI")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import pytest
 
 import quire
+from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.config.devices import SHARE
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
@@ -30,6 +31,7 @@ from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.draft_heads import HEAD, write_eagle3, write_mtp
 from tests.fakes.drafts import Always, Recording
 from tests.fakes.families import CASES, SIZES, write_model
+from tests.fakes.lora import merged, write_lora
 from tests.fakes.media_prompts import MediaPrompt, Picture, media_prompt, write_media_model
 from tests.gpu.conftest import DEVICE
 from tests.integration.engine.core.test_chained_rows import num_chained, watch
@@ -80,9 +82,11 @@ def serve(
 
 
 @pytest.mark.parametrize("family", ["Qwen2.5-VL", "Qwen3-VL", "Gemma 3"])
-def test_answers_about_pictures_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_answers_about_pictures_are_those_of_transformers(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Positions along three axes in CUDA graphs, features for several layers, and pictures that attend to themselves in
-    both directions."""
+    both directions. Layers of the tower are captured, or all runs kernel by kernel."""
     model = write_media_model(family, tmp_path, **{"sliding_window": 24} if family == "Gemma 3" else {})
     parts: list[list[int | Picture]] = [
         [5, Picture((1, 8, 6)), 30],
@@ -91,7 +95,10 @@ def test_answers_about_pictures_are_those_of_transformers(family: str, tmp_path:
     ]
     prompts = [media_prompt(model, each, tmp_path, seed) for seed, each in enumerate(parts)]
     expected = [media_prompts.generate(model, prompt, COUNT) for prompt in prompts]
-    assert serve(tmp_path, prompts=prompts) == expected
+    with caplog.at_level("INFO"):
+        assert serve(tmp_path, prompts=prompts) == expected
+    assert ("CUDA graphs for images of up to 2,048 patches" in caplog.text) == (DEVICE.type == "cuda")
+    assert serve(tmp_path, prompts=prompts, enforce_eager=True) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -109,6 +116,30 @@ def test_execution_mode_does_not_change_tokens(
     family: str, changes: dict[str, Any], folders: Callable[[str], Path]
 ) -> None:
     assert serve(folders(family), **changes) == serve(folders(family))
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "DeepSeek V3"])
+def test_tokens_of_adapters_are_those_of_merged_checkpoints(
+    family: str, enforce_eager: bool, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Side by side with those of the base. The second round replays the steps that the first one has captured."""
+    options: dict[str, Any] = {"device": DEVICE.type, "dtype": "float32", "kv_cache_memory_bytes": 1 << 24}
+    options |= {"enable_lora": True, "max_num_seqs": 8, "max_model_len": 128, "enforce_eager": enforce_eager}
+    config = resolve(EngineOptions(model=str(folders(family)), **options))
+    names = [name for name in checkpoint_tensors(config.model.architecture, has_head=True) if "_proj" in name]
+    names = [name for name in names if name.endswith(".weight") and ".experts." not in name]
+    written = [write_lora(tmp_path / str(seed), config.model, names, seed, size=0.15) for seed in range(2)]
+    expected = [generate(folders(family), PROMPTS, COUNT)]
+    for number, each in enumerate(written):
+        expected.append(generate(merged(config.model, each, tmp_path / f"merged{number}"), PROMPTS, COUNT))
+    assert expected[0] != expected[1] != expected[2]
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    adapters = [adapter for adapter in (None, *written) for _ in PROMPTS]
+    with Ranks(config) as ranks:
+        for _ in range(2):
+            found = ranks.tokens([(prompt, params) for prompt in PROMPTS * 3], adapters=adapters)
+            assert found == [answer for of_adapter in expected for answer in of_adapter]
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3", "DeepSeek V3"])
