@@ -20,11 +20,8 @@ import argparse
 import asyncio
 import json
 import os
-import re
-import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import textwrap
 import time
@@ -38,6 +35,7 @@ import load
 import peers
 from compare import Prompts
 from load import RequestFailed, Workload, complete, figures
+from machine import provenance
 from shapes import SHAPES, Shape, make_checkpoint
 
 RANK = 16
@@ -322,14 +320,7 @@ def document(options: argparse.Namespace, results: dict[str, dict[str, Any]]) ->
             lines.append(f"| {server} {results[server]['version']} | {' | '.join(cells)} |")
         lines += ["", *(f"- {server}: {found['failure']}" for server, found in measured.items() if "failure" in found)]
     lines += [f"- {server}: {found['failure']}" for server, found in results.items() if "failure" in found]
-    cpu = subprocess.run(["lscpu"], capture_output=True, text=True).stdout
-    wanted = ("Model name", "CPU(s):", "Thread(s)", "L2", "L3", "CPU family", "Model:")
-    commit = ["git", "describe", "--always", "--dirty"]
-    described = subprocess.run(commit, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    command = shlex.join(re.sub(r"(^|=)/.*", r"\1PATH", part) for part in sys.argv[1:])
-    shown = [line for line in cpu.splitlines() if line.startswith(wanted)]
-    lines += ["", "```", f"benchmarks/lora.py {command}    # {described}, {time.strftime('%Y-%m-%d')}", *shown, "```"]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *provenance()]) + "\n"
 
 
 def _cell(name: str, value: float) -> str:

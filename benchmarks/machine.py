@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -235,6 +236,18 @@ def cpu_name() -> str:
     flags = set(re.findall(r"\b(avx2|avx512f|avx512_vnni|avx512_bf16|avx_vnni|amx_int8|amx_bf16)\b", text))
     limit = f"; limited to {isa}" if (isa := os.environ.get("QUIRE_CPU_ISA")) else ""
     return f"{name[1] if name else platform.processor()} ({', '.join(sorted(flags)) or 'no wide vectors'}{limit})"
+
+
+def provenance() -> list[str]:
+    """Markdown that says how figures were measured: the command, the commit, the date and the processor."""
+    cpu = subprocess.run(["lscpu"], capture_output=True, text=True).stdout
+    wanted = ("Model name", "CPU(s):", "Thread(s)", "L2", "L3", "CPU family", "Model:")
+    commit = ["git", "describe", "--always", "--dirty"]
+    described = subprocess.run(commit, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    command = shlex.join(re.sub(r"(^|=)/.*", r"\1PATH", part) for part in sys.argv[1:])
+    shown = [line for line in cpu.splitlines() if line.startswith(wanted)]
+    name = Path(sys.argv[0]).name
+    return ["```", f"benchmarks/{name} {command}    # {described}, {time.strftime('%Y-%m-%d')}", *shown, "```"]
 
 
 def describe(machine: Machine) -> list[str]:

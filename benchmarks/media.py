@@ -20,11 +20,8 @@ import io
 import itertools
 import json
 import random
-import re
-import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import time
 import urllib.request
@@ -36,6 +33,7 @@ from typing import Any
 import numpy as np
 import peers
 from load import Address, Answer, RequestFailed, events, percentile, post
+from machine import provenance
 from media_checkpoint import MEDIA_SHAPES, make_media_checkpoint
 from PIL import Image
 
@@ -252,14 +250,7 @@ def document(options: argparse.Namespace, results: dict[str, dict[str, Any]]) ->
         lines.append(f"| {name} {found.get('version', '')} | {' | '.join(cells)} |")
     lines += ["", *(f"- {name}: {found['failure']}" for name, found in results.items() if "failure" in found)]
     lines += ["", *(f"- {name}: `{found['command']}`" for name, found in results.items() if "command" in found)]
-    cpu = subprocess.run(["lscpu"], capture_output=True, text=True).stdout
-    wanted = ("Model name", "CPU(s):", "Thread(s)", "L2", "L3", "CPU family", "Model:")
-    commit = ["git", "describe", "--always", "--dirty"]
-    described = subprocess.run(commit, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    command = shlex.join(re.sub(r"(^|=)/.*", r"\1PATH", part) for part in sys.argv[1:])
-    shown = [line for line in cpu.splitlines() if line.startswith(wanted)]
-    lines += ["", "```", f"benchmarks/media.py {command}    # {described}, {time.strftime('%Y-%m-%d')}", *shown, "```"]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *provenance()]) + "\n"
 
 
 def main() -> None:

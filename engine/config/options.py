@@ -347,7 +347,7 @@ class LoraOptions:
         least=1,
     )
     max_lora_rank: int = flag(
-        64, "rank of the adapters that --max-loras counts; higher ranks are served, too", metavar="R", least=1
+        64, "rank of the adapters that --max-loras counts; higher ranks are supported, too", metavar="R", least=1
     )
     lora_memory: float | Literal["auto"] = flag(
         "auto",

@@ -114,7 +114,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """Maximum drafts to make for each row that samples without a mask, at the end of this step, by a drafter that is a
     model; 0: it only computes its own KV of the rows' tokens; None: it does not run."""
     media: MediaPlan | None = None
+    """None: nothing changes."""
     adapters: AdapterPlan | None = None
+    """None: nothing changes."""
 
     @property
     def encodes(self) -> bool:
@@ -125,8 +127,6 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     def places_adapters(self) -> bool:
         """Whether the step copies adapters to devices."""
         return self.adapters is not None and bool(self.adapters.assigned)
-
-    """None: nothing changes."""
 
     @property
     def num_rows(self) -> int:

@@ -266,7 +266,8 @@ class AdapterRegistry:
             raise InvalidParameter(f"lora_name: {name!r} is a name of the base model", "lora_name")
         if parent and parent not in self._settings.base_names:
             names = " or ".join(self._settings.base_names)
-            raise InvalidParameter(f"base_model_name: {parent!r} is not served here; use {names}", "base_model_name")
+            text = f"base_model_name: {parent!r} is not the model of this server; use {names}"
+            raise InvalidParameter(text, "base_model_name")
         if upload is not None:
             source = AdapterSource(upload, is_gguf=True)
         else:
