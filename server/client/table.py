@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 
 
 def map_table(path: str | None, num_cells: int) -> mmap.mmap:
@@ -11,5 +12,6 @@ def map_table(path: str | None, num_cells: int) -> mmap.mmap:
     if path is None:
         return mmap.mmap(-1, size)
     with open(path, "ab+") as file:
-        file.truncate(size)
+        if os.fstat(file.fileno()).st_size < size:  # a page without a block on a full disk would end who writes to it
+            os.posix_fallocate(file.fileno(), 0, size)
         return mmap.mmap(file.fileno(), size)
