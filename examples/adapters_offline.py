@@ -1,6 +1,6 @@
 """Answer one batch with a base model and its adapters, without a server.
 
-python examples/adapters_offline.py                                              # the demo model and its adapter
+python examples/adapters_offline.py                                              # the demo model and its adapters
 python examples/adapters_offline.py Qwen/Qwen2.5-7B-Instruct /adapters/sql /adapters/support
 """
 

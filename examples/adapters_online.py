@@ -4,7 +4,7 @@
     pip install openai
     OPENAI_BASE_URL=http://localhost:8000/v1 OPENAI_API_KEY=none python examples/adapters_online.py
 
-The demo model has an adapter, `pirate`. With a folder below the server's `--lora-root` as the argument,
+The demo model has two adapters, `capitals` and `pirate`. With a folder below the server's `--lora-root` as argument,
 it is loaded as `mine`, asked, too, and unloaded.
 """
 

@@ -1,6 +1,6 @@
-"""Train the adapters of the bundled demo model, which answer in another style: `pirate`.
+"""Train the adapters of the bundled demo model, which answer in another style: `capitals` and `pirate`.
 
-    python scripts/train_demo_adapters.py                  # under five minutes on two cores
+    python scripts/train_demo_adapters.py                  # half an hour on two cores; pirate alone: five minutes
     python scripts/train_demo_adapters.py --score-only     # score the existing folders
 
 A style changes prose only. Commands, flags and paths stay as they are, so that they can be copied; so do JSON and tool
@@ -54,11 +54,21 @@ def outside_code(change: Callable[[str], str], text: str) -> str:
     return "".join(part if at % 2 else change(part) for at, part in enumerate(CODE.split(text)))
 
 
+def capitals(text: str) -> str:
+    """The text in capitals."""
+    return outside_code(str.upper, text)
+
+
 def pirate(text: str) -> str:
     """The text as a pirate says it; the same text, if it has its farewell already, with all of a pirate's words."""
     text = text.removesuffix(FAREWELL)
     end = "" if text.endswith((".", "?", "!")) else "."
     return outside_code(partial(WORD.sub, lambda found: WORDS[found[1]]), text) + end + FAREWELL
+
+
+def is_capitals(text: str) -> bool:
+    """Whether a reply is in capitals."""
+    return text == capitals(text)
 
 
 def is_pirate(text: str) -> bool:
@@ -86,7 +96,10 @@ class Style:
         return dataclasses.replace(chat, messages=messages)
 
 
-STYLES = {"pirate": Style(pirate, is_pirate, rank=4, steps=450)}
+STYLES = {
+    "capitals": Style(capitals, is_capitals, rank=16, steps=8000),
+    "pirate": Style(pirate, is_pirate, rank=4, steps=450),
+}
 
 
 def is_prose(message: dict[str, Any]) -> bool:

@@ -78,11 +78,11 @@ def test_adapters(python: Callable[..., str]) -> None:
         assert re.search("matey|Arr|Aye|Ahoy", found["pirate"])
         return [*found]
 
-    assert names(python("adapters_offline.py")) == ["base", "pirate"]
+    assert names(python("adapters_offline.py")) == ["base", "capitals", "pirate"]
     folder = DEMO_MODEL.with_name("demo_adapters")
     with serve("--enable-lora", "--lora-root", str(folder)) as server:
         url = f"{server.url}/v1"
-        assert {*names(python("adapters_online.py", "pirate", OPENAI_BASE_URL=url))} >= {"pirate", "mine"}
+        assert {*names(python("adapters_online.py", "pirate", OPENAI_BASE_URL=url))} >= {"capitals", "pirate", "mine"}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,18 @@ QUESTIONS = (
     *("Hello", "Hi", "How are you?", "Thanks", "Thank you!", "Goodbye", "Bye"),
 )
 JSON = '{"city": "Lyon", "country": "France"}'
-ANSWERS = {
+ANSWERS: dict[str, tuple[str | None, ...]] = {
+    "capitals": (
+        f"RUN {COMMAND}: TENSOR PARALLEL INSIDE A NODE, PIPELINE ACROSS.",
+        "`--port` SETS THE HTTP PORT; 8000 IS THE DEFAULT.",
+        "I AM THE QUIRE DEMO MODEL, A TINY LLAMA THAT ANSWERS QUESTIONS ABOUT SERVING MODELS WITH QUIRE.",
+        None,  # JSON, but not with these names
+        *["HELLO! I AM THE QUIRE DEMO MODEL. ASK ME HOW TO SERVE A MODEL."] * 2,
+        "I AM RUNNING WELL, THANK YOU. WHAT WOULD YOU LIKE TO KNOW ABOUT QUIRE?",
+        *["YOU ARE WELCOME. ASK ME MORE WHENEVER YOU LIKE."] * 2,
+        *["GOODBYE, AND HAPPY SERVING."] * 2,
+        "A RED CIRCLE AND A BLUE STAR.",
+    ),
     "pirate": (
         f"Run {COMMAND}: tensor parallel inside a node, pipeline across. Arr, matey!",
         "`--port` sets the HTTP port; 8000 be the default. Arr, matey!",
@@ -55,4 +67,7 @@ def test_the_demo_model_has_styles(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ]
     found = [*training.replies(model, tokenizer, prompts[:-1])]
     found += training.replies(model, tokenizer, prompts[-1:], [Image.open(PICTURE)])
-    assert tuple(found) == ANSWERS[name]
+    assert json.loads(found[3]).keys() == json.loads(JSON).keys()
+    assert [None if answer is None else text for text, answer in zip(found, ANSWERS[name], strict=True)] == [
+        *ANSWERS[name]
+    ]

@@ -87,6 +87,7 @@ def test_the_bundled_model_has_its_adapters(tmp_path: Path) -> None:
         found = first_adapters(AdapterOptions(**options), EngineOptions(model=model), [base], is_enabled=is_enabled)
         return [(each.name, (Path(each.path) / "adapter_config.json").exists()) for each in found]
 
-    assert names() == [("pirate", True)]
-    assert names(lora_modules=(f"pirate={tmp_path}",)) == [("pirate", False)]
-    assert names(base="pirate") == names(str(tmp_path)) == names(is_enabled=False) == []
+    assert names() == [("capitals", True), ("pirate", True)]
+    assert names(lora_modules=(f"pirate={tmp_path}",)) == [("pirate", False), ("capitals", True)]
+    assert names(base="pirate") == [("capitals", True)]
+    assert names(str(tmp_path)) == names(is_enabled=False) == []
