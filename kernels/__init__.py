@@ -33,7 +33,7 @@ from quire.kernels.linear import (
     pack_linear,
     widens_weights,
 )
-from quire.kernels.low_rank import AdapterRows, ExpertChanges, LowRankPool
+from quire.kernels.low_rank import AdapterRows, ExpertChanges, LowRankPool, OneAdapter, RowAdapters
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from quire.kernels.sequences import SequenceBlocks, SequenceKV
 
@@ -45,6 +45,7 @@ __all__ = [
     "ExpertChanges",
     "HostMetadata",
     "LowRankPool",
+    "OneAdapter",
     "PackedEmbedding",
     "PackedExperts",
     "PackedGatedLinear",
@@ -54,6 +55,7 @@ __all__ = [
     "QuantizedWeight",
     "RecurrentState",
     "RoundedRows",
+    "RowAdapters",
     "RowRounding",
     "SequenceBlocks",
     "SequenceKV",

@@ -67,6 +67,27 @@ class AdapterRows(NamedTuple):
         return AdapterRows.of(self.slots()[rows], len(self.starts) - 2, self.has_adapters)
 
 
+class OneAdapter:
+    """Rows that all have the same adapter, however many a layer has: those of an image in a tower."""
+
+    def __init__(self, slot: int, num_slots: int) -> None:
+        self.slot, self._num_slots = slot, num_slots
+        self._rows: dict[int, AdapterRows] = {}
+        """By their number: a tower has few of them."""
+
+    def rows(self, x: Tensor) -> AdapterRows:
+        """Those of `x`, `[rows, …]`. Does not wait for the device."""
+        if (count := len(x)) not in self._rows:
+            numbers = torch.arange(max(count, self._num_slots + 2), device=x.device)
+            starts = torch.where(numbers[: self._num_slots + 2] > self.slot, count, 0)
+            self._rows[count] = AdapterRows(numbers[:count], starts)
+        return self._rows[count]
+
+
+RowAdapters = AdapterRows | OneAdapter
+"""The adapters of a layer's rows."""
+
+
 @dataclass(frozen=True)
 class LowRankPool:
     """The low-rank changes of a linear layer by all adapters on a device.
@@ -112,12 +133,14 @@ class LowRankPool:
         has_scale: bool = False,
         has_bias: bool = False,
     ) -> LowRankPool:
-        """A pool in which no slot changes anything. With scales or biases, each slot has the row of its number."""
+        """A pool in which no slot changes anything. With scales or biases, each slot has the row of its number.
+
+        Rank rows have any numbers: those of none are not read, and on CPUs take no memory before they are written."""
         out = sum(widths)
         bounds = torch.tensor([0, *widths], device=device).cumsum(0)
         return cls(
-            torch.zeros(rank_rows, in_features, dtype=dtype, device=device),
-            torch.zeros(rank_rows, max(widths), dtype=dtype, device=device),
+            torch.empty(rank_rows, in_features, dtype=dtype, device=device),
+            torch.empty(rank_rows, max(widths), dtype=dtype, device=device),
             torch.zeros(num_slots, len(widths), 2, dtype=torch.int64, device=device),
             tuple(widths),
             bounds,

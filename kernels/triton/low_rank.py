@@ -21,6 +21,9 @@ _SPLIT = 1024
 """Inputs of a split."""
 _MOST_SLOTS = 256
 """Whose starts each program looks at. Experts have a slot for each adapter and expert."""
+_MOST_SUMS = 1 << 26
+"""Sums of products with A that two launches keep, which is 256 MiB. Ranks of whole matrices are large: then, steps with
+many rows are divided."""
 
 
 @triton.jit
@@ -173,24 +176,34 @@ def _expand_kernel(
 
 def add_low_rank(out: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None:
     """See `quire.kernels.reference`. Does not wait for the device; all shapes depend on the shapes of the arguments."""
-    count, depth, (num_slots, num_parts, _) = len(out), x.shape[1], pool.slots.shape
-    if not count or not num_slots:
+    if not len(out) or not len(pool.slots):
         return
-    x, is_wide = x.contiguous(), x.dtype == torch.float32
+    splits = triton.cdiv(x.shape[1], _SPLIT)
+    size = max(1, _MOST_SUMS // (splits * pool.slots.shape[1] * max(1, pool.largest_rank)))
+    for first in range(0, len(out), size):
+        order = rows.order[first : first + size]
+        starts = rows.starts if size >= len(out) else (rows.starts - first).clamp(0, len(order))
+        _add_low_rank(out, x.contiguous(), pool, order, starts, splits)
+
+
+def _add_low_rank(out: Tensor, x: Tensor, pool: LowRankPool, order: Tensor, starts: Tensor, splits: int) -> None:
+    """Change the rows `order`."""
+    count, depth, (num_slots, num_parts, _) = len(order), x.shape[1], pool.slots.shape
+    is_wide = x.dtype == torch.float32
     block_rows, warps = (16, 4) if count <= _FEW_ROWS else (32 if is_wide else 64, 8)
     if num_slots <= _MOST_SLOTS:
         blocks = min(count, count // block_rows + num_slots)  # at least those of any division of the rows
-        slot_group, slot_of = max(32, triton.next_power_of_2(num_slots)), rows.starts
+        slot_group, slot_of = max(32, triton.next_power_of_2(num_slots)), starts
     else:
         blocks, slot_group = count, 0
-        slot_of = torch.searchsorted(rows.starts[1:-1], torch.arange(count, device=x.device), right=True)
+        slot_of = torch.searchsorted(starts[1:-1], torch.arange(count, device=x.device), right=True)
     ranks = min(64, max(16, triton.next_power_of_2(pool.largest_rank)))
-    columns, splits = 64 if is_wide else 128, triton.cdiv(depth, _SPLIT)
+    columns = 64 if is_wide else 128
     inner = torch.empty(num_parts, splits, count, pool.largest_rank, dtype=torch.float32, device=x.device)
     precision = "ieee" if is_wide else "tf32"
     _shrink_kernel[blocks, splits, num_parts](
-        *(x, pool.a, inner, pool.slots, rows.order, rows.starts, slot_of),
-        *(count, num_slots, depth, x.stride(0), count // len(x), pool.largest_rank),
+        *(x, pool.a, inner, pool.slots, order, starts, slot_of),
+        *(count, num_slots, depth, x.stride(0), len(out) // len(x), pool.largest_rank),
         SLOTS=slot_group,
         ROWS=block_rows,
         RANKS=ranks,
@@ -202,7 +215,7 @@ def add_low_rank(out: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -
     )
     scale, bias = (out if each is None else each for each in (pool.scale, pool.bias))
     _expand_kernel[blocks, sum(triton.cdiv(width, columns) for width in pool.widths)](
-        *(out, inner, pool.b, pool.slots, pool.bounds, pool.vectors, scale, bias, rows.order, rows.starts, slot_of),
+        *(out, inner, pool.b, pool.slots, pool.bounds, pool.vectors, scale, bias, order, starts, slot_of),
         *(count, num_slots, num_parts, splits, out.shape[1], pool.b.shape[1], out.stride(0), pool.largest_rank),
         LEAST=0 if pool.scale is not None or pool.bias is not None else 1,
         SCALED=pool.scale is not None,

@@ -157,6 +157,8 @@ def test_a_rows_bits_depend_on_nothing_else(dtype: torch.dtype, stored: torch.dt
         torch.set_num_threads(threads)
     plain = replace(pool, scale=torch.ones(len(ranks), sum(widths)), bias=torch.zeros(len(ranks), sum(widths)))
     assert torch.equal(changed(slice(None), plain), together)
+    wide = replace(pool, a=pool.a.to(dtype), b=pool.b.to(dtype))  # as beside adapters of another type
+    assert torch.equal(changed(slice(None), wide), together)
     moved = make_pool(333, widths, ranks, stored)
     of_two, begin = moved.slots[2].clone(), int(moved.slots[2, 0, 0])
     count = int(of_two[:, 1].sum())
@@ -204,6 +206,12 @@ def test_a_layers_rows_have_the_results_of_their_own_adapters(
         assert torch.equal(found, expected) if is_ours else (found - expected).norm() <= 1e-2 * expected.norm()
         error = (found.double() - kernels.act_mul(both, "silu").double()).norm()
         assert error <= 3 * TOLERANCES[dtype] * expected.double().norm()
+        if dtype == torch.float32:
+            narrow = replace(pool, a=pool.a.bfloat16(), b=pool.b.bfloat16())
+            wide = replace(pool, a=narrow.a.float(), b=narrow.b.float())
+            for layer in (plain, gated):
+                found_narrow = layer.with_low_rank(x, bias, narrow, rows)
+                assert torch.equal(found_narrow, layer.with_low_rank(x, bias, wide, rows))
         if not is_ours:
             continue
         assert torch.equal(found[slots < 0], gated(x, bias)[slots < 0])

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire import kernels
 from quire.kernels import check, dispatch, experts, reference
 from quire.kernels.cache import LARGEST, allocate_kv_cache
+from quire.kernels.low_rank import LowRankPool
 from quire.kernels.quantized import QuantizedFormat
 from tests.fakes.interpreter import with_scales_of_8_bit_floats
 from tests.integration.kernels import (
@@ -98,6 +100,21 @@ def test_low_rank_changes_of_many_slots(monkeypatch: pytest.MonkeyPatch) -> None
     """More than each program looks at; some have several blocks of rows."""
     monkeypatch.setattr(importlib.import_module("quire.kernels.triton.low_rank"), "_MOST_SLOTS", 1)
     test_low_rank.check_changes(45, 20, (17,), (3, 1), TYPES[0])
+
+
+def test_low_rank_changes_of_large_ranks_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a launch keeps is bounded, whatever adapters the rows have."""
+    module = importlib.import_module("quire.kernels.triton.low_rank")
+    changed, sizes = module._add_low_rank, list[int]()
+
+    def record(out: Tensor, x: Tensor, pool: LowRankPool, order: Tensor, starts: Tensor, splits: int) -> None:
+        sizes.append(len(order) * splits * len(pool.widths) * pool.largest_rank)
+        changed(out, x, pool, order, starts, splits)
+
+    monkeypatch.setattr(module, "_MOST_SUMS", 250)
+    monkeypatch.setattr(module, "_add_low_rank", record)
+    test_low_rank.check_changes(9, 40, (17, 20), (30, 5, 0), TYPES[0])
+    assert 125 < max(sizes) <= 250
 
 
 def test_large_products_with_a_of_low_rank_changes_stay_finite() -> None:
