@@ -1,6 +1,7 @@
 """Reads adapters for the linear layers of a rank: the slices of their changes, in the layout of the layers' pools.
 
-Embedding and head also have changes of rows (`RowChanges`), and a classifier's layers whole weights (`DenseWeights`).
+Embedding and head also have changes of rows (`RowChanges`); a classifier's layers, and norms of a tower, whole weights
+(`DenseWeights`). Where a whole matrix is replaced, its difference from the base's is a change of full rank.
 
 A rank's rows and columns of a change are those that it has of the checkpoint's tensor, which `checkpoint.find` knows
 for every parameter of every family: so an adapter is sliced, permuted and divided into parts as the weights are.
@@ -9,6 +10,8 @@ for every parameter of every family: so an adapter is sliced, permuted and divid
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,12 +24,19 @@ from torch import Tensor, nn
 from quire.engine.architecture.adapter_spec import AdapterSpec, LowRank, Piece, TensorChange
 from quire.engine.architecture.adapters.base import Base
 from quire.engine.architecture.families import family_of
-from quire.engine.architecture.families.tensors import NeededTensor, expert_numbers, model_parameters, stored_tensor
+from quire.engine.architecture.families.tensors import (
+    NeededTensor,
+    checkpoint_tensors,
+    expert_numbers,
+    model_parameters,
+    stored_tensor,
+)
 from quire.engine.checkpoints.adapter_tensors import AdapterTensors, changed, indices, open_tensors
 from quire.engine.checkpoints.checkpoint import StoredSlice, find
 from quire.engine.checkpoints.checkpoint_files import Checkpoint
 from quire.engine.checkpoints.loader import load_dense
 from quire.engine.checkpoints.quantized_tensors.reader import Sliceable
+from quire.engine.config.adapter_base import adapter_base
 from quire.engine.config.checkpoint_tensors import classifier_tensors
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.lora_config import too_large
@@ -34,14 +44,15 @@ from quire.engine.config.pooling import Dense, Norm
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.linear import Linear, ReplicatedLinear
 from quire.engine.layers.moe import ExpertMatrices
+from quire.engine.layers.norm import AdaptedNorm
 from quire.engine.layers.row_changes import RowChanges
-from quire.engine.layers.weight import Shard
+from quire.engine.layers.weight import DenseWeights, Shard, Weight
 from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository.adapter_folder import AdapterFolder, open_adapter
 
-EMBEDDING, _HEAD = "embedding", "head"
-"""Paths in all models."""
+EMBEDDING, TOWER, _HEAD = "embedding", "tower.", "head"
+"""Paths in all models, and the start of those in towers."""
 _AT_ONCE = 1 << 22
 """Weights that are widened to float32 at once."""
 _BLOCK, _ALIGNMENT = 1 << 24, 256
@@ -56,9 +67,10 @@ class LayerChange:
     """int64 `[experts, parts, 2]`: the part's first rank row in `a` and `b`, and its rank; 0: it does not change. A
     layer without experts has one."""
     a: Tensor
-    """`[rank rows, in]`, of the type that the layer multiplies."""
+    """`[rank rows, in]`, of the type that the layer multiplies; if this is float32, of 16 bits that are as exact."""
     b: Tensor
-    """`[rank rows, features of the widest part]`, with the scaling; zero behind the features of the row's part."""
+    """`[rank rows, features of the widest part]`, of the type of `a`, with the scaling; zero behind the features of the
+    row's part."""
     scale: Tensor | None = None
     """float32 `[experts, out]`; see `LowRankPool`. None: there is no bias, either."""
     bias: Tensor | None = None
@@ -67,18 +79,6 @@ class LayerChange:
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in vars(self).values() if each is not None)
-
-
-@dataclass(frozen=True)
-class DenseWeights:
-    """A module after the pooling as an adapter changes it, float32."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 Change: TypeAlias = LayerChange | RowChanges | DenseWeights
@@ -94,13 +94,14 @@ class AdaptedLayer(NamedTuple):
     """Output features of each part of its pool: of each of the checkpoint's tensors, one after another."""
     in_features: int
     dtype: torch.dtype
-    """Of its pool."""
+    """Of its inputs, and the widest one of its pool."""
     bias: Tensor | None
     """The base's, float32 `[experts, out]`; None: there is none, or another rank adds it."""
 
-    def nbytes(self, rank_rows: int, vector_rows: int) -> int:
-        """Of so many rows of a pool; each row of vectors is one of scales and one of biases."""
-        matrices = (self.in_features + max(self.widths)) * self.dtype.itemsize
+    def nbytes(self, rank_rows: int, vector_rows: int, dtype: torch.dtype | None = None) -> int:
+        """Of so many rows of a pool, of this type or the widest one; each row of vectors is one of scales and one of
+        biases."""
+        matrices = (self.in_features + max(self.widths)) * (dtype or self.dtype).itemsize
         return rank_rows * matrices + vector_rows * 2 * sum(self.widths) * 4
 
     @staticmethod
@@ -116,7 +117,7 @@ class AdaptedLayer(NamedTuple):
         if shards[0].dim:
             columns = max(each.offset + each.length for each in shards)
         else:
-            widths, columns = tuple(each.length for each in shards), shards[0].shape[1]
+            widths, columns = tuple(each.length for each in shards), math.prod(shards[0].shape[1:])
             assert [each.offset for each in shards] == [sum(widths[:number]) for number in range(len(widths))]
         bias = getattr(linear, "bias", None) if linear.adds_bias else None
         own = None if bias is None else bias.detach().float().cpu().view(-1, sum(widths))
@@ -143,6 +144,12 @@ class _Slice(NamedTuple):
         return numbers[self.rows]
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the rank's matrix."""
+        (rows, *columns), length = self.shard.shape, self.shard.length
+        return (rows, length) if self.shard.dim else (length, math.prod(columns))
+
+    @property
     def num_rows(self) -> int:
         """Of the checkpoint's matrix, which may have other parts, too."""
         return self.stored.shape[-1 if self.stored.is_transposed else 0 if self.stored.expert is None else 1]
@@ -156,11 +163,14 @@ class _Planned:
         default_factory=lambda: defaultdict(list)
     )
     """By expert and part."""
+    whole: dict[tuple[int, int], tuple[_Slice, Piece]] = field(default_factory=dict)
+    """By expert and part: what replaces it, as a change of full rank."""
     biases: list[tuple[_Slice, Piece]] = field(default_factory=list)
 
     @property
     def num_rank_rows(self) -> int:
-        return sum(each.rank for own in self.low_rank.values() for _, each in own)
+        low_rank = sum(each.rank for own in self.low_rank.values() for _, each in own)
+        return low_rank + sum(min(place.size) for place, _ in self.whole.values())
 
     @property
     def has_vectors(self) -> bool:
@@ -181,7 +191,7 @@ class AdapterLoader:
         linears = {
             path: layer
             for path, layer in module.named_modules()
-            if isinstance(layer, Linear | ExpertMatrices) and (path.startswith("layers.") or path == _HEAD)
+            if isinstance(layer, Linear | ExpertMatrices) and (path.startswith(("layers.", TOWER)) or path == _HEAD)
         }
         self.layers = {path: AdaptedLayer.of(layer) for path, layer in linears.items() if layer.may_have_pool}
         """Those that adapters may change, by path."""
@@ -199,11 +209,20 @@ class AdapterLoader:
         }
         self._rows = defaultdict[str, list[_Slice]](list)
         """Of embedding and head."""
+        self.norms = {
+            path: layer
+            for path, layer in module.named_modules()
+            if isinstance(layer, AdaptedNorm) and layer.may_change and path.startswith(TOWER)
+        }
+        """Norms that adapters may replace, by path."""
+        self._of_norms = defaultdict[str, list[_Slice]](list)
+        """With the path of the weight or the bias."""
         modules = list[Dense | Norm]() if model.pooling is None else model.pooling.weighted
         self.dense = {f"pooling.{number}": each for number, each in enumerate(modules) if _is_own(each)}
         """Modules after the pooling that adapters may change, by their number among those with weights."""
         self._elsewhere = set[str]()
-        """Tensors of layers of other stages, and of experts of other ranks."""
+        """Tensors of layers of other stages, of their tower, and of experts of other ranks; and those of the checkpoint
+        that no answer depends on, such as layers of a tower behind its last output."""
         self._base: Base | None = None
         self._checkpoint: Checkpoint | None = None
 
@@ -231,11 +250,12 @@ class AdapterLoader:
                 for place in self._rows.get(name, ()):
                     if place.path == EMBEDDING or change.replacement is not None or change.new_rows is not None:
                         found[f"{place.path}.weight"] = self._row_changes(place, change, tensors)
+            found |= self._replaced_norms(spec, tensors)
             for path, module in self.dense.items() if self._is_last else ():
                 if spec.changes.keys() & module.tensors.keys():
                     found[path] = self._dense(module, spec, tensors)
         for path, complete in found.items():
-            if not all(tensor is None or tensor.isfinite().all() for tensor in vars(complete).values()):
+            if not all(tensor.abs().amax().isfinite() for tensor in _tensors(complete).values() if tensor.numel()):
                 dtype = next(each.dtype for each in vars(complete).values() if each.is_floating_point())
                 raise ConfigError(f"{folder.path}: the change of {path} has values that are NaN or infinite in {dtype}")
         if self._pins_memory:
@@ -256,6 +276,8 @@ class AdapterLoader:
                 for each in by_expert[place.stored.expert]:
                     if (place.numbers(each) >= 0).any():
                         planned[place.path].low_rank[shard.local_expert, part].append((place, each))
+                if change.replacement is not None and name not in self._rows:
+                    planned[place.path].whole[shard.local_expert, part] = place, change.replacement
             if change.replacement is not None:
                 for place in self._biases.get(name, ()):
                     planned[place.path].biases.append((place, change.replacement))
@@ -264,8 +286,7 @@ class AdapterLoader:
     def _find_tensors(self) -> Base:
         """Find the rank's slices of all tensors that adapters may change."""
         arch = self._model.architecture
-        others = {name: tuple(shape) for name, shape in classifier_tensors(self._model).items()}
-        base = Base(arch, others, has_head=self._model.pooling is None)
+        base, others = adapter_base(self._model), classifier_tensors(self._model)
         for path, outer in self.outer.items():
             name, weight = base.head if path == _HEAD else base.embedding, outer.weight
             shard, stored = next(iter(find(f"{path}.weight", weight, arch)))
@@ -280,6 +301,11 @@ class AdapterLoader:
                         if shard.length:
                             name = base.head if (path, kind) == (_HEAD, "weight") else stored.name
                             places[name].append(_Slice(path, shard, stored))  # a tied head has a name of its own
+        for path, norm in self.norms.items():
+            for kind, own in norm.named_parameters():
+                assert isinstance(own, Weight)
+                for shard, stored in find(f"{path}.{kind}", own, arch):
+                    self._of_norms[stored.name].append(_Slice(f"{path}.{kind}", shard, stored))
         self._fixed_by |= dict.fromkeys(
             others.keys() - {name for each in self.dense.values() for name in each.tensors}, ""
         )
@@ -289,12 +315,20 @@ class AdapterLoader:
         family = family_of(arch)
         for number, layer_spec, module, kind, parts in model_parameters(arch, has_head=True):
             path = f"layers.{number}.{module.removeprefix('layers.')}"
-            if layer_spec is not None and (number not in self._stage or path in self.layers):
+            if layer_spec is None:
+                is_elsewhere = module.startswith(TOWER) and self._stage.start > 0
+            else:
+                is_elsewhere = number not in self._stage or path in self.layers
+            if is_elsewhere:
                 for part in parts:
                     stored_part = stored_tensor(family, arch, layer_spec, module, kind, part, parts)
                     experts = expert_numbers(layer_spec, module) or (None,)
                     self._elsewhere.update(stored_part.named(arch, number, each) for each in experts)
         self._elsewhere -= self._weights.keys() | self._biases.keys()
+        needed = checkpoint_tensors(arch, has_head=True)
+        self._elsewhere |= {
+            name for name in base.shapes if name not in needed and re.search(family.ignored_pattern, name)
+        }
         return base
 
     def _check(self, folder: AdapterFolder, spec: AdapterSpec, base: Base) -> None:
@@ -312,7 +346,12 @@ class AdapterLoader:
                         f"{folder.path}: {each.magnitude.tensor} changes {name}: adapters of requests cannot have DoRA "
                         "of a head with trained rows; use `quire merge`"
                     )
-            is_supported = name in self._elsewhere or name in (self._weights if is_low_rank else self._biases)
+            paths = [part.path for part in self._weights.get(name, ())]
+            layers = [self.layers[path].linear for path in paths]
+            is_of_tower = any(path.startswith(TOWER) for path in paths)
+            is_whole = change.replacement is not None and name in self._weights and name not in self._rows
+            is_supported = name in self._elsewhere or (is_whole and not change.low_rank)
+            is_supported |= name in self._weights if is_low_rank else name in self._biases or name in self._of_norms
             is_supported |= name in self._rows or any(name in each.tensors for each in self.dense.values())
             if not is_supported or name in self._fixed_by:
                 flag = f" with {self._fixed_by[name]}" if self._fixed_by.get(name) else ""
@@ -320,17 +359,21 @@ class AdapterLoader:
                     f"{folder.path}: {_tensor_of(change)} changes {name}, which adapters of requests cannot change"
                     f"{flag}; use `quire merge`"
                 )
-            layers = [self.layers[part.path].linear for part in self._weights.get(name, ())]
-            if spec.invocation_tokens and any(getattr(layer, "has_earlier_rows", False) for layer in layers):
+            if spec.invocation_tokens and (
+                is_of_tower or any(getattr(layer, "has_earlier_rows", False) for layer in layers)
+            ):
+                rows = "images" if is_of_tower else "earlier tokens"
                 raise ConfigError(
-                    f"{folder.path}: {_tensor_of(change)} changes {name}, which earlier tokens are multiplied by, too: "
+                    f"{folder.path}: {_tensor_of(change)} changes {name}, which {rows} are multiplied by, too: "
                     "alora_invocation_tokens is not supported for it"
                 )
             biases = [each.bias.tensor for each in change.low_rank if each.bias is not None]
             if biases and not all(getattr(layer, "may_have_new_bias", True) for layer in layers):
                 raise ConfigError(f"{folder.path}: {biases[0]}: lora_bias is not supported for {name}")
-            if self._model.load_format == "dummy" and any(each.magnitude is not None for each in change.low_rank):
-                raise ConfigError(f"{folder.path}: use_dora needs the base's weights, which --load-format dummy lacks")
+            has_magnitude = any(each.magnitude is not None for each in change.low_rank)
+            if self._model.load_format == "dummy" and (has_magnitude or is_whole):
+                what = "use_dora" if has_magnitude else "modules_to_save"
+                raise ConfigError(f"{folder.path}: {what} needs the base's weights, which --load-format dummy lacks")
 
     def _dense(self, module: Dense | Norm, spec: AdapterSpec, tensors: AdapterTensors) -> DenseWeights:
         """A module with its changes."""
@@ -345,6 +388,21 @@ class AdapterLoader:
         if bias is not None and of_bias and of_bias[0] in spec.changes:
             bias = changed(bias, spec.changes[of_bias[0]], tensors)
         return DenseWeights(weight, bias)
+
+    def _replaced_norms(self, spec: AdapterSpec, tensors: AdapterTensors) -> dict[str, DenseWeights]:
+        """The rank's slices of norms, by path, of which a weight or a bias is replaced."""
+        found = dict[str, dict[str, Tensor]]()
+        for name, change in spec.changes.items():
+            for place in self._of_norms.get(name, ()):
+                assert change.replacement is not None
+                path, _, kind = place.path.rpartition(".")
+                before = self.norms[path].named_parameters()
+                own = found.setdefault(path, {kind: each.detach().cpu().clone() for kind, each in before})
+                whole = tensors[change.replacement].reshape(place.stored.shape)
+                own[kind][place.shard.target] = place.stored.arranged(
+                    place.shard, whole[place.stored.slice(place.shard)]
+                ).to(own[kind].dtype)
+        return {path: DenseWeights(own["weight"], own.get("bias")) for path, own in found.items()}
 
     def _row_changes(self, place: _Slice, change: TensorChange, tensors: AdapterTensors) -> RowChanges:
         """The rank's slice of trained rows, and of an embedding also of low-rank changes."""
@@ -402,6 +460,13 @@ class AdapterLoader:
             values = values[:, 0] if place.stored.expert is None else values[place.stored.expert]
             assert bias is not None
             bias[shard.local_expert, shard.offset : shard.offset + shard.length] = values[place.rows]
+        for (expert, part), (place, replacement) in planned.whole.items():
+            (rows, inputs), first, rank = place.size, place.shard.offset if place.shard.dim else 0, min(place.size)
+            difference = self._difference(place, tensors[replacement])
+            a[at : at + rank, first : first + inputs] = difference if rows <= inputs else torch.eye(inputs)
+            b[at : at + rank, :rows] = torch.eye(rows) if rows <= inputs else difference.T
+            spans[expert, part] = torch.tensor((at, rank))
+            at += rank
         for (expert, part), every in planned.low_rank.items():
             spans[expert, part] = torch.tensor((at, sum(change.rank for _, change in every)))
             for place, change in every:
@@ -426,7 +491,7 @@ class AdapterLoader:
                     bias[expert, own] += change.scaling * tensors[change.bias].float()[numbers, 0]
         if layer.bias is not None and scale is not None and bias is not None:
             bias -= layer.bias * scale  # which the scaled product includes
-        return LayerChange(spans, a, b, scale, bias)
+        return LayerChange(spans, *_narrowed(a, b), scale, bias)
 
     def _stored(self, stored: StoredSlice) -> tuple[Sliceable, StoredSlice]:
         """A tensor of the checkpoint as the numbers that it represents, and how it is laid out."""
@@ -437,6 +502,13 @@ class AdapterLoader:
         stored = stored if self._checkpoint.scheme(stored.name) is None else stored.quantized()
         return self._checkpoint[stored], stored
 
+    def _difference(self, place: _Slice, replacement: Tensor) -> Tensor:
+        """The rank's slice of a tensor that replaces one of the base's, less that slice, float32 `[rows, columns]`."""
+        (matrix, stored), shard = self._stored(place.stored), place.shard
+        before = stored.arranged(shard, matrix[stored.slice(shard)])
+        after = replacement.reshape(place.stored.shape)[place.stored.slice(shard)]
+        return (place.stored.arranged(shard, after).float() - before.float()).flatten(1)
+
     def _norms(self, place: _Slice, rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
         """The norms of these of the rank's rows, whole as the checkpoint has them, after `up @ down` is added."""
         (matrix, stored), shard = self._stored(place.stored), place.shard
@@ -445,9 +517,18 @@ class AdapterLoader:
             own = rows[at : at + step]
             begin, end = int(own[0]), int(own[-1]) + 1
             cut = Shard(shard.shape, first + begin, end - begin)
-            weight = stored.arranged(cut, matrix[stored.slice(cut)])[own - begin].float()
+            weight = stored.arranged(cut, matrix[stored.slice(cut)])[own - begin].flatten(1).float()
             norms.append((weight + up[at : at + step] @ down).norm(dim=1))
         return torch.cat(norms)
+
+
+def _narrowed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 matrices in 16 bits if that changes no number: products read half of the bytes, and are the same."""
+    for dtype in (torch.bfloat16, torch.float16) if a.dtype == torch.float32 else ():
+        narrow = a.to(dtype), b.to(dtype)
+        if all(torch.equal(each, whole) for each, whole in zip(narrow, (a, b), strict=True)):
+            return narrow
+    return a, b
 
 
 def _is_own(module: Dense | Norm) -> bool:

@@ -6,6 +6,7 @@ import math
 
 from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.architecture.model_spec import LayerSpec, TransformersModelSpec
+from quire.engine.architecture.spec_parts import Parameter
 from quire.engine.config import devices, parallel_config
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, LoraConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -65,6 +66,14 @@ def too_large(needed: int, reserved: int) -> str:
     )
 
 
+def no_room_to_pin(pinned: int, reserved: int) -> str:
+    """Why another adapter cannot be pinned beside those that take so many bytes of a rank's host memory."""
+    return (
+        f"the adapter cannot be pinned: each rank keeps {format_bytes(reserved)} of adapters in the host's memory, of "
+        f"which {format_bytes(pinned)} are pinned; unload some, or use a higher --lora-memory"
+    )
+
+
 def adapter_bytes(model: ModelConfig, parallel: ParallelConfig, rank: int) -> int:
     """Bytes on a device, on the stage with the most, of an adapter of this rank that changes all linear layers.
 
@@ -74,18 +83,24 @@ def adapter_bytes(model: ModelConfig, parallel: ParallelConfig, rank: int) -> in
     arch = parallel_config.rank_spec(model.architecture, parallel)
     stages = (arch.held_layers(layers) for layers in parallel.stages)
     tp = parallel.tensor_parallel_size
-    values = max(sum(_values(layer, arch.hidden_size, tp, rank) for _, layer in stage) for stage in stages)
-    return values * DTYPE_BYTES[model.dtype]
+    values = [sum(_values(layer, arch.hidden_size, tp, rank) for _, layer in stage) for stage in stages]
+    tower = (each for each in arch.parameters_before() if each.module.startswith("tower.") and each.is_quantizable)
+    values[0] += sum(_pool_values(each, tp, rank) for each in tower)
+    return max(values) * DTYPE_BYTES[model.dtype]
 
 
 def _values(layer: LayerSpec, hidden: int, tp: int, rank: int) -> int:
-    """Values of the matrices A and B of a layer on a rank: each part of a linear layer has its own, as wide as the
-    widest part's (`quire.kernels.LowRankPool`)."""
-    count = 0
-    for each in layer.parameters(hidden):
-        if each.is_quantizable:
-            shapes = [*each.shapes(tp)]
-            top_k = layer.feed_forward.top_k if isinstance(layer.feed_forward, MoESpec) else 1
-            own = math.ceil(rank / top_k) if each.number > 1 else rank
-            count += each.number * own * len(shapes) * (shapes[0][1] + max(rows for rows, _ in shapes))
-    return count
+    """Values of the matrices A and B of a layer on a rank."""
+    top_k = layer.feed_forward.top_k if isinstance(layer.feed_forward, MoESpec) else 1
+    return sum(
+        _pool_values(each, tp, math.ceil(rank / top_k) if each.number > 1 else rank)
+        for each in layer.parameters(hidden)
+        if each.is_quantizable
+    )
+
+
+def _pool_values(weight: Parameter, tp: int, rank: int) -> int:
+    """The same of a linear layer, or of all experts: each part has its own matrices, as wide as the widest part's
+    (`quire.kernels.LowRankPool`)."""
+    shapes = [*weight.shapes(tp)]
+    return weight.number * rank * len(shapes) * (shapes[0][1] + max(rows for rows, _ in shapes))

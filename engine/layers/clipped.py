@@ -30,7 +30,7 @@ class ClippedColumnParallelLinear(ColumnParallelLinear):
         the host."""
         self._bounds = [*zip(self.input_min.tolist(), self.input_max.tolist(), strict=True)]
 
-    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.RowAdapters | None = None) -> Tensor:
         """See `ColumnParallelLinear`. Parts that clamp their inputs alike are one product."""
         assert isinstance(x, Tensor)
         assert self._bounds
@@ -53,7 +53,7 @@ class ClippedRowParallelLinear(RowParallelLinear):
         self.input_min, self.input_max = Weight((1,), whole(1)), Weight((1,), whole(1))
         self.output_min, self.output_max = Weight((1,), whole(1)), Weight((1,), whole(1))
 
-    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.RowAdapters | None = None) -> Tensor:
         """See `RowParallelLinear`."""
         assert isinstance(x, Tensor)
         clamped = x.clamp(self.input_min, self.input_max)

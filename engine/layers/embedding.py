@@ -111,7 +111,7 @@ class TiedLinear(Linear):
         self,
         x: Tensor | kernels.RoundedRows,
         bias: Tensor | None = None,
-        adapters: kernels.AdapterRows | None = None,
+        adapters: kernels.AdapterRows | kernels.OneAdapter | None = None,
     ) -> Tensor:
         packed = next((each.packed for each in self._embeddings), None)
         if packed is None:

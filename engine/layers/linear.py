@@ -87,10 +87,12 @@ class Linear(nn.Module):
         self,
         x: Tensor | kernels.RoundedRows,
         bias: Tensor | None = None,
-        adapters: kernels.AdapterRows | None = None,
+        adapters: kernels.RowAdapters | None = None,
     ) -> Tensor:
         """`[rows, in]` → `[rows, out]`, changed by the adapters of the rows. Without `adapters`, no row has one."""
         if adapters is not None and self.pool is not None:
+            if isinstance(adapters, kernels.OneAdapter):
+                adapters = adapters.rows(kernels.plain_rows(x))
             if self._product is not None:
                 return self._product.with_low_rank(x, bias, self.pool, adapters)
             assert isinstance(x, Tensor)
@@ -116,7 +118,7 @@ class ColumnParallelLinear(Linear):
         self.weight = Weight((rows, in_features), *stacked(parts, (in_features,)))
         self.bias = Weight((rows,), *stacked(parts, ())) if bias else None
 
-    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.RowAdapters | None = None) -> Tensor:
         """`[tokens, in_features]` → `[tokens, rows of this rank]`."""
         return self.product(x, self.bias, adapters)
 
@@ -133,13 +135,13 @@ class GatedLinear(ColumnParallelLinear):
     ) -> kernels.PackedLinear:
         return kernels.pack_gated(weight, self._activation, quantization, inputs=self.weight.input_dtype)
 
-    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.RowAdapters | None = None) -> Tensor:
         """`[tokens, in_features]` → `[tokens, gates of this rank]`."""
         out = super().forward(x, adapters)
         return out if self._product is not None else kernels.act_mul(out, self._activation)
 
     def forward_to(
-        self, layer: Linear, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None
+        self, layer: Linear, x: Tensor | kernels.RoundedRows, adapters: kernels.RowAdapters | None = None
     ) -> Tensor | kernels.RoundedRows:
         """The same for a layer that multiplies it, rounded if that layer rounds its inputs and adapters change neither
         of the two."""
@@ -171,11 +173,11 @@ class RowParallelLinear(Linear):
         self.bias = Weight((out_features,), whole(out_features)) if bias else None
         self.adds_bias = parallel.rank == 0
 
-    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows, adapters: kernels.RowAdapters | None = None) -> Tensor:
         """`[tokens, in_features / ranks]` → `[tokens, out_features]`, the same on every rank."""
         return self._parallel.all_reduce(self.partial(x, adapters))
 
-    def partial(self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None) -> Tensor:
+    def partial(self, x: Tensor | kernels.RoundedRows, adapters: kernels.RowAdapters | None = None) -> Tensor:
         """This rank's part of that sum."""
         return self.product(x, self.bias if self.adds_bias else None, adapters)
 

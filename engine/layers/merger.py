@@ -10,7 +10,7 @@ from quire.engine.architecture.tower_spec import ConvolvedMergerSpec, MergerSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.from_spec import FromSpec, if_divisible
 from quire.engine.layers.mlp import MLP
-from quire.engine.layers.norm import make_norm
+from quire.engine.layers.norm import make_norm, normed
 from quire.engine.layers.patches import PatchEmbedding
 
 
@@ -24,13 +24,11 @@ class Merger(nn.Module):
         self.norm = None if spec.norm is None else make_norm(spec.norm, spec.norm_size)
         self.up, self.down = own.column_parallel("merger.up"), own.row_parallel("merger.down")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter: kernels.OneAdapter | None = None) -> Tensor:
         """`[patches, width]` → `[features, output]`"""
-        if self.norm is not None:
-            x = self.norm(x.reshape(-1, self._spec.norm_size))
-        out: Tensor = self.down(
-            kernels.activate(self.up(x.reshape(-1, self._spec.width * self._spec.merged)), self._spec.activation)
-        )
+        x = normed(self.norm, x.reshape(-1, self._spec.norm_size), adapter)
+        inner = self.up(x.reshape(-1, self._spec.width * self._spec.merged), adapter)
+        out: Tensor = self.down(kernels.activate(inner, self._spec.activation), adapter)
         return out
 
 
@@ -46,11 +44,11 @@ class ConvolvedMerger(nn.Module):
         inner = if_divisible(parallel, spec.feed_forward.intermediate_size)
         self.feed_forward = MLP(spec.feed_forward, spec.output, inner)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter: kernels.OneAdapter | None = None) -> Tensor:
         """`[patches, width]`, square by square → `[features, output]`"""
         squares = torch.unflatten(x, 0, (-1, self._spec.merge**2)).transpose(1, 2)  # as the convolution's weight
-        x = self.projection(self.convolution(squares))
-        out: Tensor = self.feed_forward(kernels.activate(self.norm(x), "gelu"))
+        x = self.projection(self.convolution(squares, adapter), adapter)
+        out: Tensor = self.feed_forward(kernels.activate(normed(self.norm, x, adapter), "gelu"), adapter)
         return out
 
 
@@ -62,9 +60,8 @@ class ResamplerPart(nn.Module):
         self.up, self.down = own.column_parallel(f"{module}.up"), own.row_parallel(f"{module}.down")
         self.norm = make_norm(spec.norm, spec.inner)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.down(kernels.activate(self.up(x), "gelu")))
-        return out
+    def forward(self, x: Tensor, adapter: kernels.OneAdapter | None = None) -> Tensor:
+        return normed(self.norm, self.down(kernels.activate(self.up(x, adapter), "gelu"), adapter), adapter)
 
 
 class Resampler(nn.Module):
@@ -78,9 +75,9 @@ class Resampler(nn.Module):
         self.projection = own.column_parallel("merger.projection")
         self.norm = make_norm(spec.output_norm, spec.output)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter: kernels.OneAdapter | None = None) -> Tensor:
         """The first half: `[patches, width]`, square by square → `[squares, inner]`"""
-        out: Tensor = self.squares(x.reshape(-1, self._spec.inner))
+        out: Tensor = self.squares(x.reshape(-1, self._spec.inner), adapter)
         return out
 
     def paired(self, x: Tensor, frames: int) -> Tensor:
@@ -90,7 +87,6 @@ class Resampler(nn.Module):
         x = torch.unflatten(x, 0, (frames, -1))
         return torch.cat((x[::2], x[1::2] if frames > 1 else x), dim=-1).flatten(0, 1)
 
-    def projected(self, pairs: Tensor) -> Tensor:
+    def projected(self, pairs: Tensor, adapter: kernels.OneAdapter | None = None) -> Tensor:
         """The second half: `[features, 2 * inner]` → `[features, output]`"""
-        out: Tensor = self.norm(self.projection(self.frames(pairs)))
-        return out
+        return normed(self.norm, self.projection(self.frames(pairs, adapter), adapter), adapter)

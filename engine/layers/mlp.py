@@ -42,19 +42,19 @@ class MLP(nn.Module):
     def forward(
         self,
         x: Tensor | kernels.RoundedRows,
-        adapters: kernels.AdapterRows | None = None,
+        adapters: kernels.RowAdapters | None = None,
         added: Tensor | None = None,
     ) -> Tensor:
         """`[tokens, hidden_size]` → the same. `added` is added to gates and ups, if the spec `is_adapted`."""
         out: Tensor = self.down(self._inner(x, adapters, added), adapters)
         return self._scaled(out)
 
-    def partial(self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None = None) -> Tensor:
+    def partial(self, x: Tensor | kernels.RoundedRows, adapters: kernels.RowAdapters | None = None) -> Tensor:
         """This rank's part of the output; the output is the sum over all ranks."""
         return self._scaled(self.down.partial(self._inner(x, adapters), adapters))
 
     def _inner(
-        self, x: Tensor | kernels.RoundedRows, adapters: kernels.AdapterRows | None, added: Tensor | None = None
+        self, x: Tensor | kernels.RoundedRows, adapters: kernels.RowAdapters | None, added: Tensor | None = None
     ) -> Tensor | kernels.RoundedRows:
         if isinstance(self.gate_up, GatedLinear):
             return self.gate_up.forward_to(self.down, x, adapters)

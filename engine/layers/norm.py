@@ -8,12 +8,13 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from quire import kernels
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import ReplicatedLinear
-from quire.engine.layers.weight import Shard, Weight, whole
+from quire.engine.layers.weight import DenseWeights, Shard, Weight, whole
 
 
 class RoundsInputs(Protocol):
@@ -27,7 +28,32 @@ class RoundsInputs(Protocol):
         """Whether it also reads them as they were."""
 
 
-class RMSNorm(nn.Module):
+class AdaptedNorm(nn.Module):
+    """A norm that adapters may have weights of their own of, if all its rows have the same adapter, as in towers."""
+
+    may_change = True
+    """Whether it is always given the adapter (`normed`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: dict[int, DenseWeights] = {}
+        """By the adapter's slot."""
+
+
+def normed(norm: nn.Module | None, x: Tensor, adapters: kernels.RowAdapters | None) -> Tensor:
+    """`norm(x)`, where a single adapter of all rows may have other weights; without a norm, `x`."""
+    if norm is None:
+        return x
+    out: Tensor
+    if isinstance(norm, AdaptedNorm) and isinstance(adapters, kernels.OneAdapter) and adapters.slot in norm.changes:
+        own = {name: each for name, each in vars(norm.changes[adapters.slot]).items() if each is not None}
+        out = functional_call(norm, own, (x,))
+    else:
+        out = norm(x)
+    return out
+
+
+class RMSNorm(AdaptedNorm):
     """`x / rms(x) * (weight + offset)` over the last dimension; without a weight, `x / rms(x)`."""
 
     def __init__(self, norm: NormSpec, size: int) -> None:
@@ -72,7 +98,7 @@ class RMSNorm(nn.Module):
         return kernels.RoundedRows(codes, scales, x.dtype, rounding, plain), total
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(AdaptedNorm):
     """`(x - mean(x)) / deviation(x) * weight + bias` over the last dimension, in float32."""
 
     def __init__(self, norm: NormSpec, size: int) -> None:
@@ -111,7 +137,7 @@ class GatedNorm(nn.Module):
         return self(residual), residual
 
 
-class LayerScale(nn.Module):
+class LayerScale(AdaptedNorm):
     """A factor for each feature."""
 
     def __init__(self, size: int) -> None:
@@ -138,7 +164,7 @@ def make_norm(norm: NormSpec, size: int) -> Norm:
     return RMSNorm(norm, size) if norm.kind == "rms" else LayerNorm(norm, size)
 
 
-class PerHeadNorm(nn.Module):
+class PerHeadNorm(AdaptedNorm):
     """Normalization of each head separately, with separate weights for each head (Command R+)."""
 
     def __init__(self, norm: NormSpec, shard: Shard, head_dim: int) -> None:
@@ -153,7 +179,7 @@ class PerHeadNorm(nn.Module):
         return (x * self.weight.view(-1, self._head_dim).float()).to(heads.dtype)
 
 
-class AcrossHeadsNorm(nn.Module):
+class AcrossHeadsNorm(AdaptedNorm):
     """RMSNorm over the features of all heads together, with the heads sharded over the ranks (OLMo 2)."""
 
     def __init__(self, norm: NormSpec, shard: Shard, parallel: Parallel) -> None:

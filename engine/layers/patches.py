@@ -29,12 +29,14 @@ class PatchEmbedding(Linear):
         self._product = kernels.pack_linear(self.weight.flatten(1), inputs=self.weight.input_dtype)
         self.weight.data = self.weight.data.new_empty(0)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, adapter: kernels.OneAdapter | None = None) -> Tensor:
         """Patches `[patches, …]`, whose numbers are in the order of the weight's → `[patches, width]`."""
         x = pixels.flatten(1).to(self.weight.input_dtype)
         if self._product is not None:
-            return self._product(x, self.bias)
-        return torch.nn.functional.linear(x, self.weight.flatten(1), self.bias)
+            out = self._product(x, self.bias)
+        else:
+            out = torch.nn.functional.linear(x, self.weight.flatten(1), self.bias)
+        return self._changed(out, x, None if adapter is None else adapter.rows(x))
 
 
 def patches_of(images: Tensor, side: int) -> tuple[Tensor, tuple[int, int, int]]:

@@ -12,7 +12,7 @@ from quire import kernels
 from quire.engine.architecture.vit_spec import AnyResolutionSpec, ConvolutionsSpec, FramedSpec, ProjectorSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.from_spec import FromSpec, if_divisible
-from quire.engine.layers.norm import make_norm
+from quire.engine.layers.norm import make_norm, normed
 from quire.engine.layers.weight import Weight, whole
 
 
@@ -38,9 +38,9 @@ class Projector(nn.Module):
         """Rows and columns of patches in the square that one feature is made of."""
         return self._spec.side
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter: kernels.OneAdapter | None = None) -> Tensor:
         """`[tiles, rows, columns, width]` → `[tiles, rows / side, columns / side, hidden_size]`"""
-        x = x if self.patch_norm is None else self.patch_norm(x)
+        x = normed(self.patch_norm, x, adapter)
         x = merged(x, self._spec.side, self._spec.merging)
         *shape, _ = x.shape
         x, dtype = x.flatten(0, 2), x.dtype
@@ -50,16 +50,16 @@ class Projector(nn.Module):
             x = (x.float() - self.shift.float()) * self.scale.float()
         x = x.to(dtype)
         if self.merged is not None:
-            x = self.merged(x)
+            x = self.merged(x, adapter)
             x = kernels.activate(x, self._spec.activation) if self._spec.activates_merged else x
-        x = x if self.norm is None else self.norm(x)
+        x = normed(self.norm, x, adapter)
         if self.up is not None:
-            x = self.up(x)
+            x = self.up(x, adapter)
             if self._spec.is_gated:
                 x = kernels.act_mul(torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1), self._spec.activation)
             else:
                 x = kernels.activate(x, self._spec.activation)
-        return torch.unflatten(self.down(x), 0, shape)
+        return torch.unflatten(self.down(x, adapter), 0, shape)
 
 
 class Convolution(nn.Module):
@@ -83,11 +83,11 @@ class Convolutions(nn.Module):
         self.first, self.second = Convolution(own, "projector.first"), Convolution(own, "projector.second")
         self.down = own.column_parallel("projector.down")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter: kernels.OneAdapter | None = None) -> Tensor:
         """`[tiles, rows, columns, width]` → `[tiles, rows / 4, columns / 4, hidden_size]`, rounded up"""
         x = self.second(self.first(x.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
         *shape, _ = x.shape
-        return torch.unflatten(self.down(x.flatten(0, 2)), 0, shape)
+        return torch.unflatten(self.down(x.flatten(0, 2), adapter), 0, shape)
 
 
 class Framed(nn.Module):
@@ -103,16 +103,16 @@ class Framed(nn.Module):
         self.marks = nn.ParameterDict({kind: own.weight("projector.marks", kind) for kind in _MARKS})
         self.norm = make_norm(spec.norm, hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter: kernels.OneAdapter | None = None) -> Tensor:
         """An image `[1, rows, columns, width]` → `[1, 1, features, hidden_size]`"""
         assert len(x) == 1
-        x = F.conv2d(self.patch_norm(x).permute(0, 3, 1, 2), self.first.weight, self.first.bias, stride=self._spec.side)
+        x = normed(self.patch_norm, x, adapter).permute(0, 3, 1, 2)
+        x = F.conv2d(x, self.first.weight, self.first.bias, stride=self._spec.side)
         x = F.conv2d(kernels.activate(x, self._spec.activation), self.second.weight, self.second.bias)[0]
         x = x.permute(1, 2, 0)  # [rows, columns, 4 * width]
         x = torch.cat((x, self.marks["newline"].expand(len(x), 1, -1)), dim=1).flatten(0, 1)
-        x = torch.cat((self.marks["begin"][None], self.down(x), self.marks["end"][None]))
-        out: Tensor = self.norm(x)
-        return out[None, None]
+        x = torch.cat((self.marks["begin"][None], self.down(x, adapter), self.marks["end"][None]))
+        return normed(self.norm, x, adapter)[None, None]
 
 
 _MARKS = ("newline", "begin", "end")

@@ -65,6 +65,18 @@ def whole(*shape: int) -> Shard:
     return Shard(shape, 0, shape[0])
 
 
+@dataclass(frozen=True)
+class DenseWeights:
+    """The weights of a whole module as an adapter changes them."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
 class Weight(nn.Parameter):
     """A parameter on one rank, uninitialized, with torch's default device, and its default type unless `dtype` is
     given; `shards` specify its content.

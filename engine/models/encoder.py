@@ -21,7 +21,7 @@ from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.from_spec import FromSpec, if_divisible
 from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.engine.layers.mlp import MLP
-from quire.engine.layers.norm import Norm, make_norm
+from quire.engine.layers.norm import Norm, make_norm, normed
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
 
@@ -94,7 +94,7 @@ class EncoderAttention(nn.Module):
         starts: Tensor,
         cos_sin: Tensor | None,
         biases: Tensor | None,
-        adapters: kernels.AdapterRows | None = None,
+        adapters: kernels.RowAdapters | None = None,
     ) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
         turns = None if self.spec.rope is None else cos_sin
@@ -112,14 +112,14 @@ class EncoderAttention(nn.Module):
         """This rank's."""
         return self._widths[1] // self.spec.head_dim
 
-    def project(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, adapters: kernels.RowAdapters | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """`[tokens, hidden_size]` → queries, keys and values, `[tokens, heads, head_dim]` each."""
         spec = self.spec
         parts = self.qkv(x, adapters).split_with_sizes(self._widths, dim=-1)
         query, key, value = (torch.unflatten(part, -1, (-1, spec.head_dim)) for part in parts)
-        query = query if self.query_norm is None else self.query_norm(query)
-        key = key if self.key_norm is None else self.key_norm(key)
-        value = value if self.value_norm is None else self.value_norm(value)
+        query = normed(self.query_norm, query, adapters)
+        key = normed(self.key_norm, key, adapters)
+        value = normed(self.value_norm, value, adapters)
         return query, key, value
 
     def sequence_kv(self, x: Tensor, starts: Tensor) -> kernels.SequenceKV:
@@ -168,7 +168,7 @@ class EncoderLayer(nn.Module):
         starts: Tensor,
         cos_sin: Tensor | None,
         biases: Tensor | None,
-        adapters: kernels.AdapterRows | None = None,
+        adapters: kernels.RowAdapters | None = None,
     ) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
         return self.feed(self.attend(x, starts, cos_sin, biases, adapters), adapters)
@@ -179,36 +179,49 @@ class EncoderLayer(nn.Module):
         starts: Tensor,
         cos_sin: Tensor | None,
         biases: Tensor | None,
-        adapters: kernels.AdapterRows | None = None,
+        adapters: kernels.RowAdapters | None = None,
     ) -> Tensor:
         """The first half of `forward`."""
-        mixed = self.attention(_apply(self.attention_norm, x), starts, cos_sin, biases, adapters)
-        return self._add(x, mixed, self.attention_post_norm)
+        mixed = self.attention(normed(self.attention_norm, x, adapters), starts, cos_sin, biases, adapters)
+        return self._add(x, mixed, self.attention_post_norm, adapters)
 
-    def feed(self, x: Tensor, adapters: kernels.AdapterRows | None = None) -> Tensor:
+    def feed(self, x: Tensor, adapters: kernels.RowAdapters | None = None) -> Tensor:
         """The second half of `forward`."""
-        out = self.feed_forward(_apply(self.feed_forward_norm, x), adapters)
-        return self._add(x, out, self.feed_forward_post_norm)
+        out = self.feed_forward(normed(self.feed_forward_norm, x, adapters), adapters)
+        return self._add(x, out, self.feed_forward_post_norm, adapters)
 
     def forward_with(self, x: Tensor, kv: kernels.SequenceKV, cos_sin: Tensor | None) -> Tensor:
         """`forward`, without biases, with `kv` for the sequences of `x`."""
         attention, turns = self.attention, None if self.attention.spec.rope is None else cos_sin
-        query = kv.write(*attention.project(_apply(self.attention_norm, x)), 0, turns)
+        query = kv.write(*attention.project(normed(self.attention_norm, x, None)), 0, turns)
         mixed = attention.output(kv.attend(query, 0, attention.spec.scale).flatten(1))
-        return self.feed(self._add(x, mixed, self.attention_post_norm))
+        return self.feed(self._add(x, mixed, self.attention_post_norm, None))
 
     def sequence_steps(
-        self, x: Tensor, starts: Tensor, cos_sin: Tensor | None, num_slices: int, num_query_slices: int
+        self,
+        x: Tensor,
+        starts: Tensor,
+        cos_sin: Tensor | None,
+        num_slices: int,
+        num_query_slices: int,
+        adapter: kernels.OneAdapter | None = None,
     ) -> Generator[None]:
         """`steps` for sequences that begin at `starts`, which are on the host. A captured layer is replayed in the
-        first one, as it is a small part of a picture's time."""
-        if self.replay is not None and self.replay(x, starts, cos_sin):
+        first one, as it is a small part of a picture's time; it knows of no adapter."""
+        if adapter is None and self.replay is not None and self.replay(x, starts, cos_sin):
             yield from repeat(None, num_slices + num_query_slices + FINE * num_slices)
         else:
-            yield from self.steps(x, self.attention.sequence_kv(x, starts), cos_sin, num_slices, num_query_slices)
+            kv = self.attention.sequence_kv(x, starts)
+            yield from self.steps(x, kv, cos_sin, num_slices, num_query_slices, adapter)
 
     def steps(
-        self, x: Tensor, kv: kernels.SequenceKV, cos_sin: Tensor | None, num_slices: int, num_query_slices: int
+        self,
+        x: Tensor,
+        kv: kernels.SequenceKV,
+        cos_sin: Tensor | None,
+        num_slices: int,
+        num_query_slices: int,
+        adapter: kernels.OneAdapter | None = None,
     ) -> Generator[None]:
         """Compute `forward`, without biases, in place and slice by slice, with `kv` for the sequences of `x`. Pauses
         after each of `num_slices` of queries, keys and values, each of `num_query_slices` of attention, and each of the
@@ -216,22 +229,23 @@ class EncoderLayer(nn.Module):
         attention, spec = self.attention, self.attention.spec
         query = x.new_empty(len(x), attention.num_heads, spec.head_dim)
         for begin, end in slices(len(x), num_slices):
-            parts = attention.project(_apply(self.attention_norm, x[begin:end]))
+            parts = attention.project(normed(self.attention_norm, x[begin:end], adapter), adapter)
             turns = None if spec.rope is None or cos_sin is None else cos_sin[begin:end]
             query[begin:end] = kv.write(*parts, begin, turns)
             yield
         del parts
         for begin, end in slices(len(x), num_query_slices):
             mixed = kv.attend(query[begin:end], begin, spec.scale)
-            x[begin:end] = self._add(x[begin:end], attention.output(mixed.flatten(1)), self.attention_post_norm)
+            out = attention.output(mixed.flatten(1), adapter)
+            x[begin:end] = self._add(x[begin:end], out, self.attention_post_norm, adapter)
             yield
         del query, kv
         for begin, end in slices(len(x), FINE * num_slices):
-            x[begin:end] = self.feed(x[begin:end])
+            x[begin:end] = self.feed(x[begin:end], adapter)
             yield
 
-    def _add(self, x: Tensor, more: Tensor, norm: Norm | None) -> Tensor:
-        return _apply(norm, x + more) if self._is_post_norm else x + _apply(norm, more)
+    def _add(self, x: Tensor, more: Tensor, norm: Norm | None, adapters: kernels.RowAdapters | None) -> Tensor:
+        return normed(norm, x + more, adapters) if self._is_post_norm else x + normed(norm, more, adapters)
 
 
 def slices(rows: int, count: int, unit: int = 1) -> Sequence[tuple[int, int]]:
@@ -254,13 +268,6 @@ def by_slices(
 
 def _norm(spec: spec_parts.NormSpec | None, hidden_size: int) -> Norm | None:
     return None if spec is None else make_norm(spec, hidden_size)
-
-
-def _apply(norm: Norm | None, x: Tensor) -> Tensor:
-    if norm is None:
-        return x
-    out: Tensor = norm(x)
-    return out
 
 
 class Encoder(nn.Module):
@@ -296,7 +303,7 @@ class Encoder(nn.Module):
         if self.token_types is not None:
             types = batch.token_types
             x = x + (self.token_types.weight[0] if types is None else F.embedding(types, self.token_types.weight))
-        x = _apply(self.embedding_norm, x)
+        x = normed(self.embedding_norm, x, None)
         cos_sin = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         longest = int(batch.host_metadata().lengths.max())
         biases: dict[int | None, Tensor | None] = {
@@ -308,7 +315,7 @@ class Encoder(nn.Module):
             if spec.reach not in biases:
                 biases[spec.reach] = _near(spec.reach, longest, x)
             x = layer(x, batch.query_starts, cos_sin[spec.rope], biases[spec.reach], batch.adapters_of())
-        return _apply(self.norm, x)
+        return normed(self.norm, x, None)
 
     def features(self, x: Tensor) -> Tensor:
         """The input of pooling: hidden states are already normalized."""

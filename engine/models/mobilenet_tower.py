@@ -40,9 +40,14 @@ class MobileNetTower(Tower):
         self.feature_norm, self.token_norm = (make_norm(spec.norm, spec.width) for _ in range(2))
         self.tokens = nn.ParameterDict({"weight": own.weight("tokens")})
         self.projector = own.column_parallel("projector")
+        self.projector.may_have_pool = False  # it also makes the embeddings of the tower's own tokens
+        self.feature_norm.may_change = self.token_norm.may_change = False
 
-    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+    def encode(
+        self, arrays: Mapping[str, Tensor], item: MediaItem, adapter: kernels.OneAdapter | None = None
+    ) -> Iterator[Tensor | None]:
         """See `Tower`."""
+        assert adapter is None
         x = arrays["pixel_values"].to(self.tokens["weight"].dtype)
         del arrays  # not needed while the blocks wait for their steps
         x = kernels.activate(self.ends.layer("stem", x, 2), ACTIVATION)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -23,7 +24,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.grid_rotary import GridRotary
 from quire.engine.layers.image_positions import ImagePositions
-from quire.engine.layers.norm import make_norm
+from quire.engine.layers.norm import make_norm, normed
 from quire.engine.layers.patches import PatchEmbedding, patches_of, windows
 from quire.engine.layers.sending import send
 from quire.engine.models.encoder import EncoderAttention, EncoderLayer, by_slices
@@ -52,12 +53,19 @@ class RelativeKV(kernels.SequenceKV):
     key for its own row and column, which are 1.
     """
 
-    def __init__(self, attention: RelativeAttention, x: Tensor, starts: Tensor, places: Tensor) -> None:
+    def __init__(
+        self,
+        attention: RelativeAttention,
+        x: Tensor,
+        starts: Tensor,
+        places: Tensor,
+        adapter: kernels.OneAdapter | None,
+    ) -> None:
         """`x` is the layer's input `[patches, width]`. `starts` are of sequences, and `places` `[2, patches]` on its
         device the rows and columns of the patches in them."""
         assert isinstance(attention.spec, RelativeAttentionSpec)
         window, distances, self._places = attention.spec.window_side, attention.distances, places
-        _, key, value = (each.transpose(0, 1) for each in attention.project(x.new_zeros(1, x.shape[1])))
+        _, key, value = (each.transpose(0, 1) for each in attention.project(x.new_zeros(1, x.shape[1]), adapter))
         self._sequences: list[tuple[int, int, int, Tensor, Tensor]] = []
         """Of each: first row, end, rows and columns; keys and values `[heads, size², features]`."""
         self._vectors: dict[int, tuple[Tensor, Tensor]] = {}
@@ -161,24 +169,26 @@ class Neck(nn.Module):
         self.first_norm = make_norm(spec.neck_norm, spec.channels[0])
         self.second_norm = make_norm(spec.neck_norm, spec.channels[1])
 
-    def steps(self, views: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
+    def steps(self, views: Sequence[Tensor], adapter: kernels.OneAdapter | None) -> Generator[None, None, list[Tensor]]:
         """Return, of `[tiles, rows, columns, width]` each, `[tiles, rows / 4, columns / 4, channels]`. Pauses after
         each convolution."""
         views = [F.conv2d(x.permute(0, 3, 1, 2), self.first["weight"]) for x in views]
         yield
-        views = [F.conv2d(_normed(x, self.first_norm), self.second["weight"], padding=1) for x in views]
+        views = [F.conv2d(_over_channels(self.first_norm, x, adapter), self.second["weight"], padding=1) for x in views]
         yield
-        views = [F.conv2d(_normed(x, self.second_norm), self.third["weight"], stride=2, padding=1) for x in views]
+        views = [
+            F.conv2d(_over_channels(self.second_norm, x, adapter), self.third["weight"], stride=2, padding=1)
+            for x in views
+        ]
         yield
         views = [F.conv2d(x, self.fourth["weight"], stride=2, padding=1).permute(0, 2, 3, 1) for x in views]
         yield
         return views
 
 
-def _normed(x: Tensor, norm: nn.Module) -> Tensor:
-    """Over the channels of `[tiles, channels, rows, columns]`."""
-    out: Tensor = norm(x.permute(0, 2, 3, 1).contiguous())
-    return out.permute(0, 3, 1, 2)
+def _over_channels(norm: nn.Module, x: Tensor, adapter: kernels.OneAdapter | None) -> Tensor:
+    """`normed` over the channels of `[tiles, channels, rows, columns]`."""
+    return normed(norm, x.permute(0, 2, 3, 1).contiguous(), adapter).permute(0, 3, 1, 2)
 
 
 class SamTower(Tower):
@@ -206,7 +216,9 @@ class SamTower(Tower):
         layers = [EncoderLayer(each, width, parallel, is_post_norm=False, attention=attention) for each in specs]
         return nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
 
-    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+    def encode(
+        self, arrays: Mapping[str, Tensor], item: MediaItem, adapter: kernels.OneAdapter | None = None
+    ) -> Iterator[Tensor | None]:
         """See `Tower`: features of tiles come before those of the whole image, and a separator is behind them."""
         names = [name for name in ("pixel_values_local", "pixel_values") if name in arrays]
         views = [patches_of(arrays[name].flatten(0, -4), self._patch_side) for name in names]
@@ -217,7 +229,7 @@ class SamTower(Tower):
         count = self._spec.num_slices(item, device)
         del views
         yield None
-        x = yield from by_slices(self.patches, patches, count)
+        x = yield from by_slices(partial(self.patches, adapter=adapter), patches, count)
         del patches
         side = self._spec.window_side
         order, window_starts, tile_starts, where = _windowed(grids, side)
@@ -232,26 +244,31 @@ class SamTower(Tower):
             is_narrow = self._spec.is_narrow(number)
             starts, places = (window_starts, where_in_window) if is_narrow else (tile_starts, where)
             num_query_slices = self._spec.num_query_slices(item, device, self._spec.num_keys(item, number))
-            yield from layer.steps(x, RelativeKV(attention, x, starts, places), None, count, num_query_slices)
+            kv = RelativeKV(attention, x, starts, places, adapter)
+            yield from layer.steps(x, kv, None, count, num_query_slices, adapter)
         x = torch.empty_like(x).index_copy_(0, order, x)
-        shrunk = yield from self.neck.steps(_views(x, grids))
+        shrunk = yield from self.neck.steps(_views(x, grids), adapter)
         del x
-        read = [self.begin(x) for x in shrunk]
+        read = [self.begin(x, adapter) for x in shrunk]
         for layer in self.readers.values():
             assert isinstance(layer, EncoderLayer)
-            read = [(layer.attend(x, starts, turns, mask), starts, turns, mask) for x, starts, turns, mask in read]
+            read = [
+                (layer.attend(x, starts, turns, mask, adapter), starts, turns, mask) for x, starts, turns, mask in read
+            ]
             yield None
-            read = [(layer.feed(x), starts, turns, mask) for x, starts, turns, mask in read]
+            read = [(layer.feed(x, adapter), starts, turns, mask) for x, starts, turns, mask in read]
             yield None
-        features = [self.end(x, each, tiling) for (x, *_), each in zip(read, shrunk, strict=True)]
+        features = [self.end(x, each, tiling, adapter) for (x, *_), each in zip(read, shrunk, strict=True)]
         yield torch.cat((*features, self.marks["separator"][None]))
 
-    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def begin(
+        self, shrunk: Tensor, adapter: kernels.OneAdapter | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Shrunk patches of tiles `[tiles, rows, columns, width]` → the arguments of readers, whose first one is their
         input `[tokens, width]`, tile by tile."""
         raise NotImplementedError
 
-    def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None) -> Tensor:
+    def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None, adapter: kernels.OneAdapter | None) -> Tensor:
         """The output of the readers `[tokens, width]` → features `[features, hidden_size]`. `tiling` are the columns
         and rows of the tiles `[1, 2]`, if there are several."""
         raise NotImplementedError
@@ -272,7 +289,9 @@ class QueriedSamTower(SamTower):
         assert attention.rope is not None
         self._rotary = GridRotary(attention.rope, axes=1)
 
-    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def begin(
+        self, shrunk: Tensor, adapter: kernels.OneAdapter | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """See `SamTower`."""
         x = shrunk.flatten(1, 2)
         tiles, count, _ = x.shape
@@ -284,11 +303,11 @@ class QueriedSamTower(SamTower):
         cos_sin = send(self._rotary(torch.arange(total).repeat(1, tiles)), x.device)
         return x, torch.arange(tiles + 1) * total, cos_sin, mask
 
-    def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None) -> Tensor:
+    def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None, adapter: kernels.OneAdapter | None) -> Tensor:
         """See `SamTower`."""
         tiles, rows, columns, _ = shrunk.shape
         queries = torch.unflatten(x, 0, (tiles, -1))[:, rows * columns :].flatten(0, 1)
-        out: Tensor = self.projector(self.reader_norm(queries))
+        out: Tensor = self.projector(normed(self.reader_norm, queries, adapter), adapter)
         return out
 
 
@@ -300,16 +319,18 @@ class TwofoldSamTower(SamTower):
         self.reader_positions = ImagePositions(spec.reader_positions, spec.reader_width)
         self.reader_embedding_norm = make_norm(spec.reader_embedding_norm, spec.reader_width)
 
-    def begin(self, shrunk: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def begin(
+        self, shrunk: Tensor, adapter: kernels.OneAdapter | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """See `SamTower`."""
         x = self.reader_positions(shrunk)
         starts = torch.arange(len(x) + 1) * x.shape[1]
-        return self.reader_embedding_norm(x.flatten(0, 1)), starts, None, None
+        return normed(self.reader_embedding_norm, x.flatten(0, 1), adapter), starts, None, None
 
-    def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None) -> Tensor:
+    def end(self, x: Tensor, shrunk: Tensor, tiling: Tensor | None, adapter: kernels.OneAdapter | None) -> Tensor:
         """See `SamTower`."""
         read = self.reader_positions.patches(torch.unflatten(x, 0, (len(shrunk), -1)))
-        features = self.projector(torch.cat((read, shrunk.flatten(1, 2)), dim=-1).flatten(0, 1))
+        features = self.projector(torch.cat((read, shrunk.flatten(1, 2)), dim=-1).flatten(0, 1), adapter)
         across, down = (1, 1) if tiling is None or len(shrunk) == 1 else tiling[0].tolist()
         side_by_side = torch.unflatten(features, 0, (down, across, *shrunk.shape[1:3])).transpose(1, 2)
         rows = side_by_side.flatten(2, 3).flatten(0, 1)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from quire import kernels
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.model_spec import LayerSpec
 from quire.engine.architecture.tower_spec import FINE, ConvolvedMergerSpec, GridTowerSpec, ResamplerSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.grid_rotary import GridRotary
 from quire.engine.layers.merger import ConvolvedMerger, Merger, Resampler
-from quire.engine.layers.norm import make_norm
+from quire.engine.layers.norm import make_norm, normed
 from quire.engine.layers.patches import PatchEmbedding, places, windows
 from quire.engine.layers.sending import send
 from quire.engine.layers.stretched_positions import StretchedPositions
@@ -33,15 +35,20 @@ def send_arrays(arrays: Mapping[str, Tensor], device: torch.device) -> dict[str,
 class Tower(nn.Module):
     """The interface of all towers."""
 
-    def forward(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Tensor:
+    def forward(
+        self, arrays: Mapping[str, Tensor], item: MediaItem, adapter: kernels.OneAdapter | None = None
+    ) -> Tensor:
         """The features `[item.num_features, feature_width]` of one item, in the order of its runs' tokens, the same on
         every rank. `arrays` are those of the model's processor for this item alone, by their names: `PIXELS` on the
-        tower's device, and all others, from which Python takes numbers, on the host (`send_arrays`)."""
-        *_, features = self.encode(arrays, item)
+        tower's device, and all others, from which Python takes numbers, on the host (`send_arrays`).
+        `adapter` changes the tower for this item; None: nothing does."""
+        *_, features = self.encode(arrays, item, adapter)
         assert features is not None
         return features
 
-    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+    def encode(
+        self, arrays: Mapping[str, Tensor], item: MediaItem, adapter: kernels.OneAdapter | None = None
+    ) -> Iterator[Tensor | None]:
         """Compute the features of `forward` step by step: yields None after each of `TowerSpec.num_steps`, then the
         features. It never waits for the device."""
         raise NotImplementedError
@@ -80,7 +87,9 @@ class GridTower(Tower):
         levels = [] if spec.level_merger is None else [Merger(spec.level_merger, parallel) for _ in spec.levels]
         self.level_mergers = nn.ModuleList(levels)
 
-    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+    def encode(
+        self, arrays: Mapping[str, Tensor], item: MediaItem, adapter: kernels.OneAdapter | None = None
+    ) -> Iterator[Tensor | None]:
         """See `Tower`."""
         is_image = item.kind == "image"
         pixels = arrays["pixel_values" if is_image else "pixel_values_videos"]
@@ -91,9 +100,9 @@ class GridTower(Tower):
         device = pixels.device.type
         count = self._spec.num_slices(item, device)
         yield None  # the arrays were read just before
-        x = yield from by_slices(self.patches, pixels, count)
+        x = yield from by_slices(partial(self.patches, adapter=adapter), pixels, count)
         del arrays, pixels  # not needed while the layers wait for their steps
-        x = x if self.embedding_norm is None else self.embedding_norm(x)
+        x = normed(self.embedding_norm, x, adapter)
         if self.positions is not None:
             x = x + self.positions(where, rows, columns)
         size = rows * columns
@@ -112,21 +121,23 @@ class GridTower(Tower):
             assert isinstance(layer, EncoderLayer)
             own_starts = starts if self._spec.is_narrow(number) else frame_starts
             parts = self._spec.num_query_slices(item, device, self._spec.num_keys(item, number))
-            yield from layer.sequence_steps(x, own_starts, cos_sin, count, parts)
+            yield from layer.sequence_steps(x, own_starts, cos_sin, count, parts, adapter)
             if number in self._spec.levels:
                 level = self._spec.levels.index(number)
-                levels[level] = yield from by_slices(self.level_mergers[level], x, FINE * count, merge**2)
-        merged = yield from by_slices(self._merged, x, FINE * count, merge**2)
+                merger = partial(self.level_mergers[level], adapter=adapter)
+                levels[level] = yield from by_slices(merger, x, FINE * count, merge**2)
+        merged = yield from by_slices(partial(self._merged, adapter=adapter), x, FINE * count, merge**2)
         if isinstance(self.merger, Resampler):
-            merged = yield from by_slices(self.merger.projected, self.merger.paired(merged, frames), FINE * count)
+            projected = partial(self.merger.projected, adapter=adapter)
+            merged = yield from by_slices(projected, self.merger.paired(merged, frames), FINE * count)
         features = torch.cat((merged, *(levels[level] for level in sorted(levels))), dim=-1)
         yield features if order is None else torch.empty_like(features).index_copy_(0, order, features)
 
-    def _merged(self, x: Tensor) -> Tensor:
+    def _merged(self, x: Tensor, adapter: kernels.OneAdapter | None) -> Tensor:
         """The output of the layers → features without those of levels, or what a resampler makes pairs of."""
-        x = x if self.norm is None else self.norm(x)
-        x = x if self.projector is None else self.projector(x)
-        out: Tensor = self.merger(x)
+        x = normed(self.norm, x, adapter)
+        x = x if self.projector is None else self.projector(x, adapter)
+        out: Tensor = self.merger(x, adapter)
         return out
 
 

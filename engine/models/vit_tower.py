@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire import kernels
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.tower_spec import FINE
 from quire.engine.architecture.vit_spec import ConvolutionsSpec, FramedSpec, ViTSpec, WindowReaderSpec
@@ -17,7 +19,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.clipped import ClippedColumnParallelLinear
 from quire.engine.layers.grid_rotary import AlternatingGridRotary, GridRotary, TurnsGridRotary
 from quire.engine.layers.image_positions import ImagePositions, of_frames
-from quire.engine.layers.norm import make_norm
+from quire.engine.layers.norm import make_norm, normed
 from quire.engine.layers.patches import PatchEmbedding, patches_of, places
 from quire.engine.layers.projector import AnyResolution, Convolutions, Framed, Projector
 from quire.engine.layers.sending import send
@@ -65,7 +67,9 @@ class ViTTower(Tower):
         resolution = spec.any_resolution
         self.any_resolution = None if resolution is None else AnyResolution(resolution, spec.hidden_size)
 
-    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+    def encode(
+        self, arrays: Mapping[str, Tensor], item: MediaItem, adapter: kernels.OneAdapter | None = None
+    ) -> Iterator[Tensor | None]:
         """See `Tower`."""
         spec, (pixels, grids) = self._spec, zip(*self._pictures(arrays, item), strict=True)
         sizes, patches = arrays.get("image_sizes"), torch.cat([each.flatten(1) for each in pixels])
@@ -73,10 +77,10 @@ class ViTTower(Tower):
         count = spec.num_slices(item, device)
         del arrays, pixels  # not needed while the layers wait for their steps
         yield None
-        x = yield from by_slices(self.patches, patches, count)
+        x = yield from by_slices(partial(self.patches, adapter=adapter), patches, count)
         del patches
         embedded = zip(x.split_with_sizes([math.prod(grid) for grid in grids]), grids, strict=True)
-        tokens, turns, lengths = zip(*(self._embed(*each) for each in embedded), strict=True)
+        tokens, turns, lengths = zip(*(self._embed(*each, adapter) for each in embedded), strict=True)
         x, cos_sin, starts = torch.cat(tokens), torch.cat(turns), F.pad(torch.cat(lengths).cumsum(0), (1, 0))
         outputs = {0: x.clone()} if 0 in spec.outputs else {}
         del tokens, turns
@@ -84,13 +88,13 @@ class ViTTower(Tower):
         for number, layer in enumerate(self.layers.values(), start=1):
             assert isinstance(layer, EncoderLayer)
             num_query_slices = spec.num_query_slices(item, device, spec.num_keys(item, number - 1))
-            yield from layer.sequence_steps(x, starts, cos_sin, count, num_query_slices)
+            yield from layer.sequence_steps(x, starts, cos_sin, count, num_query_slices, adapter)
             if number in spec.outputs:
                 outputs[number] = x.clone()
-        found = [outputs[number] if self.norm is None else self.norm(outputs[number]) for number in spec.outputs]
+        found = [normed(self.norm, outputs[number], adapter) for number in spec.outputs]
         tokens = torch.cat(found, dim=-1).split_with_sizes([int(each.sum()) for each in lengths])
         del x, outputs, found
-        parts = yield from self._project([*map(self._patches, tokens, grids)], FINE * count)
+        parts = yield from self._project([*map(self._patches, tokens, grids)], FINE * count, adapter)
         if self.any_resolution is None:
             features = torch.cat([each.flatten(0, 2) for each in parts])
         elif item.kind == "video":
@@ -138,7 +142,7 @@ class ViTTower(Tower):
         for picture, (rows, columns) in zip(pictures, sizes, strict=True):
             yield picture[: rows * columns], (1, rows, columns)
 
-    def _embed(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    def _embed(self, x: Tensor, grid: Grid, adapter: kernels.OneAdapter | None) -> tuple[Tensor, Tensor, Tensor]:
         """Embedded patches of a grid → the input of the layers: tokens `[tokens, width]`, their rotary positions, and
         how many of them attend to each other, one after another."""
         spec, (tiles, rows, columns) = self._spec, grid
@@ -157,8 +161,7 @@ class ViTTower(Tower):
             if spec.positions.class_token is not None:
                 where = F.pad(where + 1, (1, 0) if spec.positions.class_token == "first" else (0, 1))
             cos_sin = send(self._rotary(where.repeat(1, tiles)), x.device)
-        x = x.flatten(0, 1)
-        return x if self.embedding_norm is None else self.embedding_norm(x), cos_sin, lengths
+        return normed(self.embedding_norm, x.flatten(0, 1), adapter), cos_sin, lengths
 
     def _patches(self, tokens: Tensor, grid: Grid) -> Tensor:
         """The outputs of the layers for a grid `[tokens, …]` → what the projector reads, `[tiles, rows, columns, …]`"""
@@ -168,7 +171,9 @@ class ViTTower(Tower):
             x = x.float().mean(dim=0, keepdim=True).to(x.dtype)
         return torch.unflatten(x, 1, (rows, columns))
 
-    def _project(self, pictures: Sequence[Tensor], count: int) -> Generator[None, None, list[Tensor]]:
+    def _project(
+        self, pictures: Sequence[Tensor], count: int, adapter: kernels.OneAdapter | None
+    ) -> Generator[None, None, list[Tensor]]:
         """`[tiles, rows, columns, …]` each → features `[tiles, rows, columns, hidden_size]`. Pauses after each of
         `count` slices: of tiles, or of their bands, if a feature is made of a square of patches alone."""
         sides = [self.projector.side if isinstance(self.projector, Projector) else x.shape[1] for x in pictures]
@@ -181,7 +186,7 @@ class ViTTower(Tower):
         for begin, end in slices(firsts[-1], count):
             for batch, first, found in zip(batches, firsts, parts, strict=False):
                 if len(piece := batch[max(0, begin - first) : max(0, end - first)]):
-                    found.append(self.projector(piece))
+                    found.append(self.projector(piece, adapter))
             yield
         return [
             torch.unflatten(torch.cat(found), 0, (len(x), -1)).flatten(1, 2)

@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire import kernels
 from quire.engine.architecture.vit_spec import WindowReaderSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.from_spec import FromSpec, if_divisible
 from quire.engine.layers.mlp import MLP
-from quire.engine.layers.norm import make_norm
+from quire.engine.layers.norm import make_norm, normed
 from quire.engine.models.encoder import EncoderAttention
 
 
@@ -23,15 +24,18 @@ class CrossAttention(nn.Module):
         self.query, self.kv = own.column_parallel(f"{module}.query"), own.column_parallel(f"{module}.kv")
         self.output = own.row_parallel(f"{module}.output")
 
-    def forward(self, x: Tensor, patches: Tensor) -> Tensor:
+    def forward(self, x: Tensor, patches: Tensor, adapter: kernels.OneAdapter | None) -> Tensor:
         """`[windows, queries, width]` and `[windows, patches, width]` → `[windows, queries, width]`"""
         windows = len(x)
         query, key, value = (
             each.reshape(windows, -1, each.shape[-1] // self._head_dim, self._head_dim).transpose(1, 2)
-            for each in (self.query(x.flatten(0, 1)), *self.kv(patches.flatten(0, 1)).chunk(2, dim=-1))
+            for each in (
+                self.query(x.flatten(0, 1), adapter),
+                *self.kv(patches.flatten(0, 1), adapter).chunk(2, dim=-1),
+            )
         )
         mixed = F.scaled_dot_product_attention(query, key, value)
-        out: Tensor = self.output(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
+        out: Tensor = self.output(mixed.transpose(1, 2).flatten(2).flatten(0, 1), adapter)
         return torch.unflatten(out, 0, (windows, -1))
 
 
@@ -52,11 +56,11 @@ class WindowReader(nn.Module):
         self.feed_forward = MLP(spec.feed_forward, width, inner)
         self.down = own.column_parallel(f"{module}.down")
 
-    def forward(self, x: Tensor, sample: int | None) -> Tensor:
+    def forward(self, x: Tensor, sample: int | None, adapter: kernels.OneAdapter | None) -> Tensor:
         """`[tiles, rows, columns, width]` → `[tiles, rows, columns, hidden_size]`; `sample` is the number of the patch
         in a square that is added to a query, None: an average."""
         spec, tiles = self._spec, len(x)
-        x = self.norm(x)
+        x = normed(self.norm, x, adapter)
         count = spec.grid // spec.window
         side = count * spec.queries
         if sample is None:
@@ -64,14 +68,14 @@ class WindowReader(nn.Module):
         else:
             few = x[:, sample // 2 :: 2, sample % 2 :: 2]
         patches = _windows(x, spec.window) + self.tokens["places"]
-        queries = self.input_norm(_windows(few, spec.queries) + self.tokens["queries"])
+        queries = normed(self.input_norm, _windows(few, spec.queries) + self.tokens["queries"], adapter)
         starts = torch.arange(len(queries) + 1) * queries.shape[1]
         flat = queries.flatten(0, 1)
-        flat = self.attention_norm(flat + self.attention(flat, starts, flat, None))
-        crossed = self.cross(torch.unflatten(flat, 0, (len(queries), -1)), patches).flatten(0, 1)
-        flat = self.cross_norm(flat + crossed)
-        flat = self.feed_forward_norm(flat + self.feed_forward(flat))
-        out: Tensor = self.down(flat).view(tiles, count, count, spec.queries, spec.queries, -1)
+        flat = normed(self.attention_norm, flat + self.attention(flat, starts, flat, None, adapter), adapter)
+        crossed = self.cross(torch.unflatten(flat, 0, (len(queries), -1)), patches, adapter).flatten(0, 1)
+        flat = normed(self.cross_norm, flat + crossed, adapter)
+        flat = normed(self.feed_forward_norm, flat + self.feed_forward(flat, adapter), adapter)
+        out: Tensor = self.down(flat, adapter).view(tiles, count, count, spec.queries, spec.queries, -1)
         return out.transpose(2, 3).reshape(tiles, side, side, -1)
 
 
@@ -99,8 +103,8 @@ class WindowReaders(nn.Module):
         self.averaged = readers("averaged", spec.num_averaged)
         self.sampled = readers("sampled", spec.num_sampled)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapter: kernels.OneAdapter | None = None) -> Tensor:
         """`[tiles, rows, columns, width]` → `[tiles, rows, columns, levels * hidden_size]`"""
         readers = [(each, None) for each in self.averaged] + [(each, at) for at, each in enumerate(self.sampled)]
         outputs = x.chunk(len(readers), dim=-1)
-        return torch.cat([each(own, at) for (each, at), own in zip(readers, outputs, strict=True)], dim=-1)
+        return torch.cat([each(own, at, adapter) for (each, at), own in zip(readers, outputs, strict=True)], dim=-1)

@@ -21,7 +21,8 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     digest: bytes
     """32 bytes."""
     paths: tuple[str, ...]
-    """Folders or GGUF files, the best first; not every host has all of them."""
+    """Folders or GGUF files, the best first; not every host has all of them. The last one is the adapter's own, unless
+    there are only copies: errors name it."""
 
 
 class AdapterPlan(msgspec.Struct, array_like=True):
@@ -52,3 +53,5 @@ class AdapterPrepared(msgspec.Struct, tag=True, array_like=True):
     """Why it cannot be used; empty: it can."""
     is_invalid: bool = True
     """The error is the adapter's. Otherwise it is the rank's: it cannot read the files, or has no memory."""
+    changes_tower: bool = False
+    """The features of images and videos are others with it. The ranks with the tower know."""

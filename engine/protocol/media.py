@@ -52,7 +52,8 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     """An item of a prompt. Its features replace the embeddings of the tokens of `runs`, in order."""
 
     digest: bytes
-    """16 bytes: of the arrays, the grids and the text that stands for the item."""
+    """16 bytes: of the arrays, the grids and the text that stands for the item. In the engine also of what else its
+    features, or who may know of them, depend on: the request's salt, and an adapter that changes the tower."""
     kind: MediaKind
     offset: int
     """Index of the item's first token in the prompt."""

@@ -2,10 +2,10 @@
 
 Plain Python, no torch: the weights are on the ranks, and this module only does the bookkeeping. An adapter is known by
 its digest. All ranks of the replica read an adapter when the first request needs it, beside the steps, and keep it
-until its room is needed for another one and no request has it. A few are read at a time. The others wait in line here,
-and none is begun while those that wait for a slot fill the memory, so that requests with many cannot exceed it by much.
-A reading that has begun goes on without its requests, so that a client that asks again finds what it has waited for,
-and each rank answers once.
+until its room is needed for another one and no request has it, or as long as it is *pinned*. A few are read at a time.
+The others wait in line here, and none is begun while those that wait for a slot fill the memory, so that requests with
+many cannot exceed it by much. A reading that has begun goes on without its requests, so that a client that asks again
+finds what it has waited for, and each rank answers once.
 
 A request whose adapter is not prepared is not in the queue of the scheduler, so it delays nobody. One whose adapter has
 no slot leaves the queue when its turn comes, unless slots and bytes of adapters without running requests are enough for
@@ -14,12 +14,13 @@ are *reserved*, as many as it needs: their requests leave the queue, too, so tha
 requests with other adapters keeps one waiting forever, nor do waiting ones delay requests without an adapter.
 
 Workers apply the changes of a plan before its rows, and run plans in order: a slot that a plan frees was last read by
-an earlier one. What a plan assigns has a running request at once: the one that it is assigned for.
+an earlier one. What a plan assigns is used at once, by the running request that it is assigned for, or to encode its
+image: if it changes the tower, it keeps its slot to the end of the plan that completes the image.
 
 Invariants (`check_integrity`):
 - the slots in use are different, and what they hold is no more than the capacity, and prepared;
-- a running request's adapter has a slot;
-- what no request has is dropped before the host's memory exceeds its limit.
+- the adapters of running requests, and of the image that is encoded in parts, have a slot;
+- what no request has and is not pinned is dropped before the host's memory exceeds its limit; what is pinned fits.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.config.lora_config import too_large
+from quire.engine.config.lora_config import no_room_to_pin, too_large
 from quire.engine.protocol.adapters import MAX_READS, NO_RANK, NO_SLOT, AdapterPlan, AdapterPrepared, AdapterRef
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.scheduler.request import Request
@@ -56,6 +57,8 @@ class KnownAdapter:
     num_answers: int = 0
     """Ranks that have answered."""
     is_prepared: bool = False
+    is_pinned: bool = False
+    """It is prepared, and stays."""
     error: str = ""
     """A rank cannot use it; the others have yet to answer."""
     is_invalid: bool = False
@@ -63,7 +66,10 @@ class KnownAdapter:
     host_bytes: int = 0
     """On the rank with the most."""
     device_bytes: int = 0
+    changes_tower: bool = False
+    """See `AdapterPrepared`."""
     num_running: int = 0
+    """Running requests, and the item that is encoded with it in parts."""
     slot: int | None = None
     """Its device slot."""
     unqueued: dict[Request, None] = field(default_factory=dict)
@@ -85,7 +91,13 @@ class AdapterManager:
         self._reading: dict[bytes, float] = {}
         """Adapters that some rank has yet to answer for, and until when (`time.monotonic`); inf: that has passed."""
         self._idle: OrderedDict[bytes, None] = OrderedDict()
-        """Prepared adapters without requests, in the order in which they will be dropped."""
+        """Prepared adapters without requests that are not pinned, in the order in which they will be dropped."""
+        self._pins: dict[int, list[bytes]] = {}
+        """Adapters that are to be pinned when they are prepared, as far as there is room, by API process."""
+        self._pinned: dict[bytes, None] = {}
+        """All of them."""
+        self._pinned_bytes = 0
+        """Of those that are."""
         self._host_bytes = 0
         """Of prepared adapters."""
         self._free_slots = [*range(self._num_slots)]
@@ -123,16 +135,45 @@ class AdapterManager:
         self._read()
         return known.is_prepared
 
-    def prepare(self, adapter: AdapterRef) -> str | None:
-        """Let the ranks read an adapter. Returns why it cannot be used, empty if it can; None: `on_prepared` will."""
-        if error := self.error_of(adapter)[0]:
-            return error
+    def prepare(self, adapter: AdapterRef) -> tuple[str, bool] | None:
+        """Let the ranks read an adapter. Returns like `error_of`; None: `on_prepared` will."""
+        if (found := self.error_of(adapter))[0]:
+            return found
         known = self._know(adapter)
         known.is_called = not known.is_prepared
         if adapter.digest in self._idle:
             self._idle.move_to_end(adapter.digest)
         self._read()
-        return "" if known.is_prepared else None
+        return found if known.is_prepared else None
+
+    def pin_all(self, client: int, digests: Iterable[bytes]) -> None:
+        """Pin these adapters, now or when they are prepared, as far as there is room, and no others except those of
+        other API processes."""
+        self._pins[client] = [*digests]
+        self._pinned = dict.fromkeys(chain.from_iterable(self._pins.values()))
+        for digest, known in self._known.items():
+            if known.is_pinned and digest not in self._pinned:
+                known.is_pinned, self._pinned_bytes = False, self._pinned_bytes - known.host_bytes
+                if not known.requests:
+                    self._idle[digest] = None
+        for digest in self._pinned:
+            self.pin(digest)
+        self._trim()
+
+    def pin(self, digest: bytes) -> tuple[str, bool]:
+        """Pin an adapter that was prepared. Returns why it cannot be pinned, and whether that stays so; empty: it is
+        pinned."""
+        known = self._known.get(digest)
+        if known is not None and known.is_pinned:
+            return "", True
+        if known is None and digest not in self._pinned:
+            return "the adapter was to be pinned, but has been dropped meanwhile; load it again", False
+        # One that is to be pinned is dropped only if pinned ones alone leave it no room.
+        if known is None or not known.is_prepared or self._pinned_bytes + known.host_bytes > self._max_host_bytes:
+            return no_room_to_pin(self._pinned_bytes, self._max_host_bytes), True
+        known.is_pinned, self._pinned_bytes = True, self._pinned_bytes + known.host_bytes
+        self._idle.pop(digest, None)
+        return "", True
 
     def _know(self, adapter: AdapterRef) -> KnownAdapter:
         if (known := self._known.get(adapter.digest)) is None:
@@ -145,6 +186,11 @@ class AdapterManager:
     def requests_of(self, digest: bytes) -> list[Request]:
         """The unfinished requests with an adapter."""
         return [] if (known := self._known.get(digest)) is None else [*known.requests]
+
+    def changes_tower(self, request: Request) -> bool:
+        """Whether the features of a request's items depend on its adapter, which is prepared."""
+        adapter = request.core_request.adapter
+        return adapter is not None and self._known[adapter.digest].changes_tower
 
     def is_queued(self, request: Request) -> bool:
         """Whether a request that does not run is in the queue, or could be."""
@@ -172,7 +218,8 @@ class AdapterManager:
     def _release(self, digest: bytes, known: KnownAdapter) -> None:
         """Keep an adapter without requests as long as there is room; forget it if it cannot be used, or is in line."""
         if known.is_prepared:
-            self._idle[digest] = None
+            if not known.is_pinned:
+                self._idle[digest] = None
             self._trim()
         elif known.num_answers == self._world_size or (digest in self._unread and not known.is_called):
             self._forget(digest)
@@ -187,8 +234,9 @@ class AdapterManager:
     def _read(self) -> None:
         """Ask the ranks for the next adapters in line, unless enough wait for a slot."""
         while self._unread and sum(map(math.isfinite, self._reading.values())) < MAX_READS:
-            ready = (each for each in self._known.values() if each.is_prepared and each.requests and each.slot is None)
-            if (size := sum(each.host_bytes for each in ready)) and size >= self._max_host_bytes:
+            kept = (each for each in self._known.values() if each.is_prepared and each.requests and each.slot is None)
+            size = sum(each.host_bytes for each in kept if not each.is_pinned)
+            if size and size >= self._max_host_bytes - self._pinned_bytes:
                 break
             digest = next(iter(self._unread))
             del self._unread[digest]
@@ -216,6 +264,7 @@ class AdapterManager:
         known.num_answers += answer.rank != NO_RANK
         known.host_bytes = max(known.host_bytes, answer.host_bytes)
         known.device_bytes = max(known.device_bytes, answer.device_bytes)
+        known.changes_tower |= answer.changes_tower
         if not (had_error := bool(known.error)):
             known.error, known.is_invalid = answer.error, answer.is_invalid
         if known.num_answers == self._world_size:
@@ -225,6 +274,8 @@ class AdapterManager:
             if not known.error:
                 known.is_prepared, known.is_called = True, False
                 self._host_bytes += known.host_bytes
+                if digest in self._pinned:
+                    self.pin(digest)
             if not known.requests:
                 self._release(digest, known)
         self._trim()
@@ -239,7 +290,7 @@ class AdapterManager:
             if deadline <= now:
                 self._reading[digest] = math.inf
                 error = (
-                    f"{self._known[digest].ref.paths[0]} has not been read within {_READ_SECONDS:g} s; its disk or "
+                    f"{self._known[digest].ref.paths[-1]} has not been read within {_READ_SECONDS:g} s; its disk or "
                     "network may not answer. The adapter can be used once it has been read; restart the server if that "
                     "does not happen"
                 )
@@ -304,7 +355,8 @@ class AdapterManager:
             slots, free = slots + 1, free + self._known[digest].device_bytes
 
     def start(self, request: Request) -> None:
-        """Give a request that is admitted a slot with its adapter, as `can_start` allows."""
+        """Give a request that is admitted, or one of whose items is encoded, a slot with its adapter, as `can_start`
+        allows."""
         if (adapter := request.core_request.adapter) is None:
             return
         digest, known = adapter.digest, self._known[adapter.digest]
@@ -326,12 +378,12 @@ class AdapterManager:
         known.num_running += 1
 
     def stop(self, request: Request) -> None:
-        """Note that a request no longer runs."""
+        """Note that a request no longer runs, or its item is encoded."""
         if (adapter := request.core_request.adapter) is not None:
             self._known[adapter.digest].num_running -= 1
 
     def slot_of(self, request: Request) -> int:
-        """The device slot that a running request's adapter has."""
+        """The device slot that the adapter of a request has after `start`."""
         adapter = request.core_request.adapter
         slot = NO_SLOT if adapter is None else self._known[adapter.digest].slot
         assert slot is not None
@@ -379,13 +431,16 @@ class AdapterManager:
         self._stats.adapters_prepared = len(self._known) - len(self._unread) - len(self._reading)
         self._stats.adapters_on_device = len(self._resident)
 
-    def check_integrity(self, running: Collection[Request], requests: Iterable[Request]) -> set[Request]:
-        """Assert the invariants between two plans; returns the requests that are not in the queue."""
+    def check_integrity(
+        self, running: Collection[Request], requests: Iterable[Request], encoding: Request | None
+    ) -> set[Request]:
+        """Assert the invariants between two plans; returns the requests that are not in the queue. One of the items of
+        `encoding` is encoded in parts with its adapter."""
         found, num_running, unqueued = dict[bytes, set[Request]](), Counter[bytes](), set[Request]()
         for request in requests:
             if (adapter := request.core_request.adapter) is not None:
                 found.setdefault(adapter.digest, set()).add(request)
-        for request in running:
+        for request in [*running] if encoding is None else [*running, encoding]:
             if (adapter := request.core_request.adapter) is not None:
                 num_running[adapter.digest] += 1
         for digest, known in self._known.items():
@@ -394,7 +449,8 @@ class AdapterManager:
             assert not known.num_running or known.slot is not None
             assert (digest in self._unread) + (digest in self._reading) + known.is_prepared == 1
             assert known.is_prepared == (known.num_answers == self._world_size)
-            assert (digest in self._idle) == (known.is_prepared and not known.requests)
+            assert (digest in self._idle) == (known.is_prepared and not known.requests and not known.is_pinned)
+            assert known.is_prepared or not known.is_pinned
             assert (digest in self._resident) == (known.slot is not None)
             assert (digest in self._unqueued) == bool(known.unqueued)
             assert known.unqueued.keys() <= known.requests.keys() - set(running)
@@ -412,4 +468,6 @@ class AdapterManager:
         assert self._resident_bytes <= self._capacity
         assert self._host_bytes == sum(known.host_bytes for known in self._known.values() if known.is_prepared)
         assert self._host_bytes <= self._max_host_bytes or not self._idle
+        assert self._pinned_bytes == sum(known.host_bytes for known in self._known.values() if known.is_pinned)
+        assert self._pinned_bytes <= self._max_host_bytes
         return unqueued

@@ -1,7 +1,8 @@
 """The encoder cache: which features of images and videos the workers keep, and what each step encodes.
 
 Plain Python, no torch: the features themselves are on the ranks of the first stage, and this module only does the
-bookkeeping. Features are known by the digest of their item, so that many requests share them.
+bookkeeping. Features are known by the digest of their item, so that many requests share them. If an adapter changes the
+tower, its digest is mixed in; requests with other adapters share the features of the base.
 
 An item is encoded in the first step with a row that reaches its features, unless the workers have these. A row that
 reaches an item for which this step has no room ends before it. Every row of a plan holds the features that it reads,
@@ -27,6 +28,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -37,6 +39,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.scheduler_output import MediaPlan
 from quire.engine.protocol.stats import EngineStats
+from quire.engine.scheduler.adapters import AdapterManager
 from quire.engine.scheduler.plans_in_flight import PlansInFlight
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.token_budget import TowerTime
@@ -64,7 +67,9 @@ class UnencodedItem(NamedTuple):
 class EncoderCacheManager:
     """Decides which items a plan encodes, and what the workers drop for them."""
 
-    def __init__(self, config: EngineConfig, in_flight: PlansInFlight, stats: EngineStats) -> None:
+    def __init__(
+        self, config: EngineConfig, in_flight: PlansInFlight, adapters: AdapterManager, stats: EngineStats
+    ) -> None:
         media, spec = config.media, config.model.architecture.media
         self._capacity = 0 if media is None else media.encoder_cache_features
         self._tower, self._device = None if spec is None else spec.tower, config.parallel.device
@@ -76,7 +81,7 @@ class EncoderCacheManager:
         """Whether all tokens of a prompt with items are such a run."""
         self.joins_text = spec is not None and spec.joins_text
         """Whether those of any prompt are."""
-        self._in_flight, self._stats = in_flight, stats
+        self._in_flight, self._adapters, self._stats = in_flight, adapters, stats
         self._spans: dict[Request, list[MediaSpan]] = {}
         """The items of the requests that have any."""
         self._sizes: dict[bytes, int] = {}
@@ -108,6 +113,8 @@ class EncoderCacheManager:
         divides_items = self._tower is not None and self._tower.divides_items
         self._work = [NO_WORK] * (config.parallel.tensor_parallel_size if divides_items else 1)
         """Of the tower, in this plan: of each rank if they divide items."""
+        self._completed: list[Request] = []
+        """Those whose items it completes with adapters that change the tower."""
         self._rows: list[Request] = []
         """Its requests with rows that read features."""
         self.lacks_tokens = False
@@ -123,14 +130,28 @@ class EncoderCacheManager:
         return bool(self._spans)
 
     def add(self, request: Request) -> None:
-        """Add a request, whose items are valid."""
-        spans = []
-        for item in request.core_request.media:
+        """Add a request, whose items are valid, and whose adapter is prepared. Its items get digests that say all that
+        their features depend on. With a salt, requests with another one cannot tell which items it has."""
+        given, spans = request.core_request, []
+        given.media = [self._with_own_digest(item, request) for item in given.media]
+        for item in given.media:
             first, last = item.runs[0], item.runs[-1]
             start, end = item.offset + first.start, item.offset + last.start + last.length
             spans.append(MediaSpan(start, end, item.num_features, item))
         if spans:
             self._spans[request] = spans
+
+    def _with_own_digest(self, item: MediaItem, request: Request) -> MediaItem:
+        digest, adapter = item.digest, request.core_request.adapter
+        if adapter is not None and self._is_changed(item, request):
+            digest = blake2b(digest, key=adapter.digest, digest_size=16).digest()
+        if salt := request.core_request.cache_salt:
+            digest = blake2b(digest, key=salt, digest_size=16).digest()
+        return item if digest == item.digest else msgspec.structs.replace(item, digest=digest)
+
+    def _is_changed(self, item: MediaItem, request: Request) -> bool:
+        """Whether the features of a request's item depend on its adapter."""
+        return item.needs_tower and self._adapters.changes_tower(request)
 
     def finish(self, request: Request) -> None:
         """Remove a request that has ended."""
@@ -166,6 +187,12 @@ class EncoderCacheManager:
     def has_planned(self) -> bool:
         """Whether the current plan encodes anything."""
         return bool(self._plan.encoded)
+
+    @property
+    def user(self) -> Request | None:
+        """The request that the part is encoded for, if its adapter changes the tower: the part uses it, too."""
+        part = self._part
+        return None if part is None or not self._is_changed(part.item, part.request) else part.request
 
     @property
     def planned_work(self) -> TowerWork:
@@ -204,6 +231,9 @@ class EncoderCacheManager:
             if not part.num_steps and part.item.num_features > self._room:
                 self._is_full = True
                 break
+            needs_slot = not part.num_steps and part.request.slot is None and self._is_changed(part.item, part.request)
+            if needs_slot and not self._adapters.can_start(part.request):
+                continue  # the request leaves the queue in its turn
             steps = 0
             for work, count in self._steps_left(part):
                 cost = 0.0 if within is None else within.cost(work)
@@ -322,8 +352,10 @@ class EncoderCacheManager:
 
     def _encode(self, part: UnencodedItem, steps: int) -> None:
         """Run `steps` for an item in the current plan. The first ones drop the least recently used items for it; the
-        last ones complete it, and otherwise it becomes the part."""
+        last ones complete it, and otherwise it becomes the part. Its adapter, if it changes the tower, is used as by a
+        running request until the plan is complete: workers change adapters before they encode."""
         item, num_run, left = part.item, part.num_steps + steps, steps
+        is_changed = self._is_changed(item, part.request)
         assert self._tower is not None
         rank = self._tower.rank_of(item, len(self._work))
         for work, count in self._steps_left(part):
@@ -338,17 +370,24 @@ class EncoderCacheManager:
                 kept -= self._sizes.pop(digest)
                 self._plan.freed.append(digest)
             self._stats.encoded_features += item.num_features
+            if is_changed:
+                self._adapters.start(part.request)
+                self._plan.adapter_slots[item.digest] = self._adapters.slot_of(part.request)
         self._plan.encoded.append(msgspec.structs.replace(item, data=None) if part.num_steps else item)
         self._num_planned += item.num_features
         self._encoded.setdefault(self._in_flight.next_step, {})[item.digest] = part.request
         if num_run == self._num_steps(item):
             self._sizes[item.digest], self._part = item.num_features, None
+            if is_changed:
+                self._completed.append(part.request)
         else:
             self._plan.num_steps, self._part = steps, part._replace(num_steps=num_run)
 
     def _drop_part(self) -> None:
         assert self._part is not None
         self._plan.freed.append(self._part.item.digest)
+        if self.user is not None:
+            self._adapters.stop(self.user)
         self._part = None
 
     def take_plan(self) -> MediaPlan | None:
@@ -360,6 +399,9 @@ class EncoderCacheManager:
             )
         plan, self._plan, self._is_full, self.lacks_tokens = self._plan, MediaPlan(), False, False
         self._num_planned, self._work = 0, [NO_WORK] * len(self._work)
+        for request in self._completed:
+            self._adapters.stop(request)
+        self._completed.clear()
         self._rows.clear()
         return plan if plan.encoded or plan.freed else None
 
@@ -427,4 +469,5 @@ class EncoderCacheManager:
             begun = {span.item.digest for span in self._spans_in(request, end - 1, end) if end < span.end}
             assert self._held.get(request, {}).keys() == begun
         assert not self._rows
+        assert not self._completed
         assert not self._num_planned

@@ -2,15 +2,20 @@
 decides which ones (`AdapterPlan`).
 
 A thread reads adapters beside the steps, and another one helps if it takes very long. Pools of layers are made when an
-adapter first changes the layer, and grow when an adapter does not fit, within the step that assigns it.
+adapter first changes the layer, and grow when an adapter does not fit, within the step that assigns it. Then they take
+the whole reserve, for as many further adapters like this one as it has room for: so where all change the same layers,
+nothing is copied again, and on a GPU no step is captured again. Adapters that change other layers have the rows without
+an adapter given back, and take half of what is left.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -21,20 +26,21 @@ from torch import Tensor, nn
 
 from quire.engine.checkpoints.adapter_loader import (
     EMBEDDING,
+    TOWER,
     AdaptedLayer,
     AdapterLoader,
     Change,
-    DenseWeights,
     LayerChange,
 )
 from quire.engine.config.engine_config import LoraConfig, ModelConfig
 from quire.engine.layers.batch import Batch
 from quire.engine.layers.row_changes import RowChanges
 from quire.engine.layers.sending import send
+from quire.engine.layers.weight import DenseWeights
 from quire.engine.protocol.adapters import MAX_READS, AdapterPlan, AdapterPrepared, AdapterRef
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.worker.oom import is_out_of_memory, release_memory
-from quire.kernels import LowRankPool
+from quire.kernels import LowRankPool, OneAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -89,14 +95,15 @@ class _Rows:
 
 
 class LayerPool:
-    """The pool of a layer, and which of its rows are taken."""
+    """The pool of a layer, and which of its rows are taken. Its type is the narrowest that has the numbers of all its
+    adapters, or was since it has last shrunk."""
 
     def __init__(self, layer: AdaptedLayer, num_slots: int, device: torch.device) -> None:
         self._layer, self._num_slots, self._device = layer, num_slots, device
         self._rows, self._vectors = _Rows(), _Rows()
         """Rank rows, and those of scales and biases."""
-        self._ranks: dict[int, int] = {}
-        """The largest one of each adapter slot."""
+        self._held: dict[int, tuple[int, torch.dtype]] = {}
+        """The largest rank of each adapter slot, and the type of its numbers."""
 
     @property
     def pool(self) -> LowRankPool | None:
@@ -105,43 +112,44 @@ class LayerPool:
     @property
     def nbytes(self) -> int:
         """Bytes of what depends on the adapters."""
-        return self._layer.nbytes(*self._sizes)
+        return 0 if (pool := self.pool) is None else self._layer.nbytes(*self._sizes, pool.a.dtype)
 
     def device_bytes(self, change: LayerChange) -> int:
-        """What a change takes, alone; beside others, no more."""
+        """The most that a change takes, whatever the types of others."""
         return self._layer.nbytes(*_counts(change))
 
     def growth(self, change: LayerChange) -> int:
         """Bytes by which the pool must grow to have room for a change."""
-        return self._layer.nbytes(*map(_excess, self._taken, _counts(change), self._sizes))
+        return self._layer.nbytes(*self._needed(change)) - self.nbytes
+
+    def further_bytes(self, change: LayerChange) -> int:
+        """Bytes by which it must grow then for another one of the same size and type."""
+        return self._layer.nbytes(*_counts(change), self._needed(change)[2])
 
     def shrink(self) -> bool:
         """Keep no more than is taken; returns whether the pool has changed."""
         before = self.pool
-        if not self._ranks:
+        if not self._held or before is None:
             self._layer.linear.pool = None
-        elif self._sizes != self._taken:
-            self._resize(*self._taken)
-        elif before is not None and before.largest_rank > max(self._ranks.values()):
-            self._layer.linear.pool = replace(before, largest_rank=max(self._ranks.values()))
+            return before is not None
+        largest, dtype = max(rank for rank, _ in self._held.values()), _widest(each for _, each in self._held.values())
+        if (*self._sizes, before.a.dtype) != (*self._taken, dtype):
+            self._resize(*self._taken, dtype)
+        elif before.largest_rank > largest:
+            self._layer.linear.pool = replace(before, largest_rank=largest)
         return self.pool is not before
 
-    def assign(self, slot: int, change: LayerChange, room: int) -> bool:
-        """Copy a change to the device. `room` are bytes that the pool may take beyond what it needs. Returns whether
-        its tensors or its largest rank have changed."""
-        before, counts, sizes = self.pool, _counts(change), [*self._sizes]
+    def assign(self, slot: int, change: LayerChange, copies: int) -> bool:
+        """Copy a change to the device. A pool that must grow gets room for so many further ones of the same size.
+        Returns whether its tensors or its largest rank have changed."""
+        before, counts, sizes, needed = self.pool, _counts(change), self._sizes, self._needed(change)
         places = [rows.find(*each) for rows, *each in zip((self._rows, self._vectors), counts, sizes, strict=True)]
-        if before is None or None in places:
-            for number, excess in enumerate(map(_excess, self._taken, counts, self._sizes)):
-                if excess:  # it doubles if there is room
-                    row_bytes = self._layer.nbytes(number == 0, number == 1)
-                    spare = min(sizes[number], room // row_bytes)
-                    sizes[number] += excess + spare
-                    room -= spare * row_bytes
-            if before is None or (*sizes,) != self._sizes:
-                self._resize(*sizes)
-            else:
+        is_same = before is not None and before.a.dtype == needed[2]
+        if not is_same or None in places:
+            if before is not None and is_same and needed[:2] == sizes:
                 self._compact(before, before)
+            else:
+                self._resize(needed[0] + copies * counts[0], needed[1] + copies * counts[1], needed[2])
             places = [range(taken, taken + count) for taken, count in zip(self._taken, counts, strict=True)]
         rows, vectors = places
         pool = self.pool
@@ -149,7 +157,8 @@ class LayerPool:
         assert rows is not None
         assert vectors is not None
         self._rows.taken[slot], self._vectors.taken[slot] = rows, vectors
-        self._ranks[slot] = largest = int(change.spans[..., 1].max())
+        largest = int(change.spans[..., 1].max())
+        self._held[slot] = largest, change.a.dtype
         if largest > pool.largest_rank:
             pool = self._layer.linear.pool = replace(pool, largest_rank=largest)
         own, spans = self._slots_of(slot), change.spans.clone()
@@ -169,7 +178,7 @@ class LayerPool:
 
     def free(self, slot: int) -> None:
         """Let the slot change nothing."""
-        if self._ranks.pop(slot, None) is None or (pool := self.pool) is None:
+        if self._held.pop(slot, None) is None or (pool := self.pool) is None:
             return
         del self._rows.taken[slot], self._vectors.taken[slot]
         own = self._slots_of(slot)
@@ -185,21 +194,31 @@ class LayerPool:
     def _taken(self) -> tuple[int, int]:
         return self._rows.num_taken, self._vectors.num_taken
 
+    def _needed(self, change: LayerChange) -> tuple[int, int, torch.dtype]:
+        """The rows that the pool must have for a change in addition, and their type. Another type needs new tensors,
+        which need not have rows that are free now."""
+        rows, vectors = map(operator.add, self._taken, _counts(change))
+        if (pool := self.pool) is None:
+            return rows, vectors, change.a.dtype
+        if (dtype := _widest((pool.a.dtype, change.a.dtype))) != pool.a.dtype:
+            return rows, vectors, dtype
+        return max(rows, self._sizes[0]), max(vectors, self._sizes[1]), dtype
+
     def _slots_of(self, slot: int) -> slice:
         count = self._layer.num_experts
         return slice(slot * count, (slot + 1) * count)
 
-    def _resize(self, rows: int, vectors: int) -> None:
-        """Make new tensors of so many rows, with those that are taken at the front."""
+    def _resize(self, rows: int, vectors: int, dtype: torch.dtype) -> None:
+        """Make new tensors of so many rows of this type, with those that are taken at the front."""
         layer, old = self._layer, self.pool
         pool = LowRankPool.allocate(
             self._num_slots * layer.num_experts,
             rows,
             layer.in_features,
             layer.widths,
-            layer.dtype,
+            dtype,
             self._device,
-            largest_rank=max(self._ranks.values(), default=0),
+            largest_rank=max((rank for rank, _ in self._held.values()), default=0),
         )
         if old is None:
             pool.vectors.fill_(-1)
@@ -229,9 +248,9 @@ def _counts(change: LayerChange) -> tuple[int, int]:
     return len(change.a), 0 if change.scale is None else len(change.scale)
 
 
-def _excess(taken: int, count: int, size: int) -> int:
-    """The rows that are missing if so many are added to those that are taken."""
-    return max(0, taken + count - size)
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The narrowest type that has the numbers of all of these."""
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 class OwnTensors(Generic[OwnChange]):
@@ -248,12 +267,12 @@ class OwnTensors(Generic[OwnChange]):
     def device_bytes(self, change: OwnChange) -> int:
         return change.nbytes
 
-    growth = device_bytes
+    growth = further_bytes = device_bytes
 
     def shrink(self) -> bool:
         return False
 
-    def assign(self, slot: int, change: OwnChange, room: int) -> bool:
+    def assign(self, slot: int, change: OwnChange, copies: int) -> bool:
         """Copy a change to the device. Returns False: no captured step reads it."""
         tensors = {name: each for name, each in vars(change).items() if each is not None}
         own = {name: each.to(self._device, non_blocking=True) for name, each in tensors.items()}
@@ -291,6 +310,7 @@ class AdapterStore:
         self._pools: dict[str, Any] = {  # each takes the changes that the loader has for its path
             **{path: LayerPool(each, lora.num_slots, device) for path, each in self._loader.layers.items()},
             **self._rows,
+            **{path: OwnTensors(norm.changes, device) for path, norm in self._loader.norms.items()},
             **{path: OwnTensors[DenseWeights](each, device) for path, each in modules.items()},
         }
         self.num_slots, self._device_bytes = lora.num_slots, lora.device_bytes
@@ -298,9 +318,9 @@ class AdapterStore:
         self._on_prepared = on_prepared
         self.version = 0
         """Rises when layers of this rank have other tensors, or other largest ranks, which steps captured before do not
-        know."""
-        self._contents: dict[int, Collection[str]] = {}
-        """The paths of the layers that the adapter in each slot changes."""
+        know. A tower runs without graphs for items with adapters."""
+        self._contents: dict[int, tuple[bytes, Collection[str]]] = {}
+        """The digest of the adapter in each slot, and the paths of the layers that it changes."""
         self._prepared: dict[bytes, Prepared] = {}
         """Is changed by the threads that read, before the answer, and by `apply`, after it."""
         self._requests: SimpleQueue[AdapterRef | None] = SimpleQueue()
@@ -344,6 +364,14 @@ class AdapterStore:
             return False
         return any(batch.adapters.tokens.count(slot) for slot in embedding.by_slot)
 
+    def in_slot(self, slot: int) -> OneAdapter | None:
+        """The adapter in a slot, for rows that all have it; None: there is none."""
+        return OneAdapter(slot, self.num_slots) if slot in self._contents else None
+
+    def digest_in(self, slot: int) -> bytes:
+        """The digest of the adapter in a slot; empty: there is none."""
+        return self._contents.get(slot, (b"", ()))[0]
+
     def close(self) -> None:
         """End the threads, except one that reads something large: it ends with the process."""
         for _ in self._threads:
@@ -352,23 +380,25 @@ class AdapterStore:
             thread.join(_CLOSE_TIMEOUT)
 
     def _free(self, slot: int) -> None:
-        for path in self._contents.pop(slot, ()):
+        for path in self._contents.pop(slot, (b"", ()))[1]:
             self._pools[path].free(slot)
 
     def _assign(self, slot: int, digest: bytes) -> bool:
-        """Copy a prepared adapter to a free slot. Returns whether layers have other tensors, or other largest ranks."""
+        """Copy a prepared adapter to a free slot. Returns whether layers outside the tower have other tensors, or other
+        largest ranks."""
         changes = self._prepared[digest]
         assert slot not in self._contents, f"slot {slot} is taken"
-        self._contents[slot] = tuple(changes)
-        room, is_changed = self._room(changes), False
-        if room < 0:
-            is_changed = sum(pool.shrink() for pool in self._pools.values()) > 0
+        self._contents[slot] = digest, tuple(changes)
+        room, is_changed, is_short = self._room(changes), False, False
+        if room < 0:  # other layers have room that these need
+            is_short = True
+            for path, pool in self._pools.items():
+                is_changed |= pool.shrink() and not path.startswith(TOWER)
             room = self._room(changes)
+        further: int = sum(self._pools[path].further_bytes(change) for path, change in changes.items())
+        copies = min(self.num_slots - len(self._contents), max(0, room) // max(1, further)) >> is_short
         for path, change in changes.items():
-            pool = self._pools[path]
-            least = pool.nbytes + pool.growth(change)
-            is_changed |= pool.assign(slot, change, max(0, room))
-            room -= pool.nbytes - least
+            is_changed |= self._pools[path].assign(slot, change, copies) and not path.startswith(TOWER)
         return is_changed
 
     def _room(self, changes: Prepared) -> int:
@@ -409,6 +439,7 @@ class AdapterStore:
             changes = loader.load(adapter)
             answer.host_bytes = sum(each.nbytes for each in changes.values())
             answer.device_bytes = sum(self._pools[path].device_bytes(each) for path, each in changes.items())
+            answer.changes_tower = any(path.startswith(TOWER) for path in changes)
             self._prepared[adapter.digest] = changes
         except ConfigError as error:
             answer.error, answer.is_invalid = str(error), not isinstance(error.__cause__, OSError)
@@ -416,4 +447,6 @@ class AdapterStore:
             logger.exception("adapter %s cannot be read", adapter.digest.hex())
             answer.error = f"{adapter.paths[0]} cannot be read: {type(error).__name__}: {error}"
             answer.is_invalid = not (isinstance(error, OSError) or is_out_of_memory(error))
+        for path in adapter.paths:  # users know only the last one
+            answer.error = answer.error.replace(path, adapter.paths[-1])
         return answer

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,26 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.models.tower import Tower, send_arrays
 from quire.engine.protocol.media import EMBEDS, MediaData, MediaItem
 from quire.engine.protocol.scheduler_output import MediaPlan
+from quire.engine.worker.adapter_store import AdapterStore
 from quire.engine.worker.media_rows import FeatureRange
 from quire.engine.worker.oom import is_out_of_memory, release_memory
+from quire.kernels import OneAdapter
 
 logger = logging.getLogger(__name__)
 
 _RAN, _FAILED, _NO_MEMORY = 1.0, 2.0, 3.0
 """What became of the steps of an item on the rank that ran them. Others that divide items have 0."""
+
+
+class _Begun(NamedTuple):
+    """An item whose tower has begun."""
+
+    steps: Iterator[Tensor | None]
+    """Has the state between two steps."""
+    slot: int | None
+    """Of the adapter that changes the tower."""
+    adapter: bytes
+    """Its digest."""
 
 
 class EncoderCache:
@@ -36,16 +50,23 @@ class EncoderCache:
     """
 
     def __init__(
-        self, tower: Tower, spec: TowerSpec, dtype: torch.dtype, device: torch.device, parallel: Parallel
+        self,
+        tower: Tower,
+        spec: TowerSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: Parallel,
+        adapters: AdapterStore | None = None,
     ) -> None:
-        """`spec` is the tower's, and `dtype` the features'. `parallel` are the ranks that share the tower."""
+        """`spec` is the tower's, and `dtype` the features'. `parallel` are the ranks that share the tower. `adapters`
+        may change it."""
         self._tower, self._device, self._parallel = tower, device, parallel
-        self._spec, self._dtype = spec, dtype
+        self._spec, self._dtype, self._adapters = spec, dtype, adapters
         self._divides_items = spec.divides_items and parallel.size > 1
         self._features: dict[bytes, Tensor] = {}
         """`[features, feature_width]` each."""
-        self._begun: dict[bytes, Iterator[Tensor | None]] = {}
-        """Items of this rank that later plans complete; each iterator has the state between two steps."""
+        self._begun: dict[bytes, _Begun] = {}
+        """Items of this rank that later plans complete."""
 
     def update(self, plan: MediaPlan) -> dict[bytes, str]:
         """Apply a plan. Returns `EncoderOutput.failures`.
@@ -60,7 +81,8 @@ class EncoderCache:
         items = [item for item in plan.encoded if item.digest not in self._features]  # zeros: it could not be begun
         counts = [plan.num_steps if item is plan.encoded[-1] else None for item in items]
         outcomes = [
-            self._run(item, count) if self._is_own(item) else 0.0 for item, count in zip(items, counts, strict=True)
+            self._run(item, count, plan.adapter_slots.get(item.digest)) if self._is_own(item) else 0.0
+            for item, count in zip(items, counts, strict=True)
         ]
         if self._divides_items and items:
             self._parallel.wait_for_all()
@@ -83,10 +105,10 @@ class EncoderCache:
         """Whether this rank computes an item."""
         return not self._divides_items or self._spec.rank_of(item, self._parallel.size) == self._parallel.rank
 
-    def _run(self, item: MediaItem, num_steps: int | None) -> float:
+    def _run(self, item: MediaItem, num_steps: int | None, slot: int | None) -> float:
         """Call `_encode`, and return the outcome."""
         try:
-            self._encode(item, num_steps)
+            self._encode(item, num_steps, slot)
         except (dist.DistError, torch.AcceleratorError):
             raise
         except Exception as error:
@@ -101,15 +123,19 @@ class EncoderCache:
             return outcome
         return _RAN
 
-    def _encode(self, item: MediaItem, num_steps: int | None) -> None:
-        """Run `num_steps` of the tower for an item, or all that remain. Raises `_NotRead`, and `RuntimeError` if there
-        are other features than the tower makes, or another number than the item has."""
-        steps = self._begun.pop(item.digest, None) or self._begin(item)
+    def _encode(self, item: MediaItem, num_steps: int | None, slot: int | None) -> None:
+        """Run `num_steps` of the tower for an item, or all that remain; `slot` is that of an adapter that changes it.
+        Raises `_NotRead`, and `RuntimeError` if there are other features than the tower makes, or another number than
+        the item has, or if the slot is empty, or has another adapter than the earlier steps had."""
+        begun = self._begun.pop(item.digest, None) or self._begin(item, slot)
+        if begun.slot is not None and self._digest_in(begun.slot) != begun.adapter:
+            raise RuntimeError("the adapter that changes the tower has lost its slot before the item was encoded")
+        steps = begun.steps
         if num_steps is not None:
             for _ in range(num_steps):
                 paused = next(steps)
                 assert paused is None, "the item has fewer steps left"
-            self._begun[item.digest] = steps
+            self._begun[item.digest] = begun
             return
         *_, features = steps
         assert features is not None
@@ -117,9 +143,18 @@ class EncoderCache:
             raise RuntimeError(f"the features of an item are {[*features.shape]}, but must be {[*expected]}")
         self._features[item.digest] = features
 
-    def _begin(self, item: MediaItem) -> Iterator[Tensor | None]:
+    def _digest_in(self, slot: int) -> bytes:
+        assert self._adapters is not None
+        return self._adapters.digest_in(slot)
+
+    def _begin(self, item: MediaItem, slot: int | None) -> _Begun:
         """Raises `_NotRead` on all ranks that share the item if one of them cannot read the data."""
         assert item.data is not None, "no plan has begun the item"
+        adapter: OneAdapter | None = None
+        if slot is not None:
+            assert self._adapters is not None
+            if (adapter := self._adapters.in_slot(slot)) is None:
+                raise RuntimeError("the adapter that changes the tower could not be placed")
         arrays, cause = dict[str, Tensor](), None
         try:
             arrays = send_arrays(arrays_of(item.data), self._device)
@@ -134,8 +169,10 @@ class EncoderCache:
         if cause is not None:
             raise _NotRead("the arrays of an image or video could not be read") from cause
         if (given := arrays.get(EMBEDS)) is None:
-            return self._tower.encode(arrays, item)
-        return iter((given.to(self._dtype, copy=True),))  # with memory of its own
+            steps = self._tower.encode(arrays, item, adapter)
+        else:
+            steps = iter((given.to(self._dtype, copy=True),))  # with memory of its own
+        return _Begun(steps, slot, b"" if slot is None else self._digest_in(slot))
 
     def free(self, plan: MediaPlan) -> None:
         """Drop the features that `plan` frees. Digests may be unknown: of steps that were skipped."""

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.checkpoints.adapter_loader import DenseWeights
 from quire.engine.checkpoints.loader import load_dense
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.pooling import Dense, Mode, Norm, Pooling
 from quire.engine.layers.batch import Batch
+from quire.engine.layers.weight import DenseWeights
 from quire.engine.models.build import Model
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.worker.async_copies import Array, AsyncRead

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from quire.engine.architecture import media_spec
 from quire.engine.models.tower import Tower, send_arrays
 from quire.engine.protocol.media import MediaItem
-from quire.kernels import dispatch, packed, reference
+from quire.kernels import OneAdapter, dispatch, packed, reference
 
 GPU = torch.device("meta")
 """Any type but the CPU that every build of torch knows."""
@@ -173,11 +173,17 @@ def move_parameters(module: nn.Module) -> None:
                 each._parameters[name] = moved
 
 
-def encode(tower: Tower, arrays: Mapping[str, Tensor], item: MediaItem, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+def encode(
+    tower: Tower,
+    arrays: Mapping[str, Tensor],
+    item: MediaItem,
+    monkeypatch: pytest.MonkeyPatch,
+    adapter: OneAdapter | None = None,
+) -> Tensor:
     """The features of an item by a tower there, whose weights are not packed."""
     with monkeypatch.context() as context, late_device(context), torch.inference_mode():
         move_parameters(tower)
-        found = tower(send_arrays(arrays, GPU), item)
+        found = tower(send_arrays(arrays, GPU), item, adapter)
     assert isinstance(found, DeviceTensor)
     return found.held
 

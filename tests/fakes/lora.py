@@ -30,12 +30,13 @@ def write_lora(
     *,
     settings: Mapping[str, Any] = SETTINGS,
     size: float = 0.1,
+    dtype: torch.dtype = torch.float32,
     biases: Iterable[str] = (),
     others: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> AdapterRef:
     """An adapter of a few of the tensors of a model's checkpoint; those of `settings` with `use_dora` and `lora_bias`
-    have a magnitude and a bias. The numbers of the matrices are of this `size`. `biases` are trained as a whole.
-    `others` are the shapes of further tensors."""
+    have a magnitude and a bias. The numbers of the matrices are of this `size` and `dtype`. `biases` are trained as a
+    whole. `others` are the shapes of further tensors."""
     base, generator = Base(model.architecture, has_head=model.pooling is None), torch.Generator().manual_seed(seed)
     found = dict[str, Tensor]()
     rank, modules = int(settings["r"]), dict[str, Module]()
@@ -53,7 +54,7 @@ def write_lora(
         for kind, shape in shapes.items():
             numbers = torch.randn(shape, generator=generator)
             is_matrix = len(shape) > 1
-            found[f"base_model.model.{path}.{kind}"] = numbers * size if is_matrix else 0.5 + numbers.abs()
+            found[f"base_model.model.{path}.{kind}"] = (numbers * size).to(dtype) if is_matrix else 0.5 + numbers.abs()
     for name in biases:
         found[f"base_model.model.{name}"] = torch.randn(base.shapes[name], generator=generator)
     for name, shape in others.items():

@@ -57,6 +57,15 @@ _RENAMED = [
         (r"^vision_tower\.perceive\.", "vision_tower.patch_merger."),
         (r"^patch_merge_mlp\.linear_", "multi_modal_projector.merge_linear_"),
         (r"^mlp_AR\.", "projector."),
+        (r"^(?:projector\.layers|vit_large_projector)(?=\.\w+$|$)", "multi_modal_projector"),
+        (r"^mm_projector\.in_proj\b", "mm_projector.proj.0"),
+        (r"^mm_projector\.out_proj\b", "mm_projector.proj.2"),
+        (r"^(resampler_model\.\w+_linear)\.fc1\b", r"\1.0"),
+        (r"^(resampler_model\.\w+_linear)\.fc2\b", r"\1.2"),
+        (r"^(resampler_model\.\w+_linear)\.ln\b", r"\1.3"),
+        (r"^vision_tower\.(?:embeddings\.proj|conv1)\b", "vision_tower.embeddings.patch_embedding"),
+        (r"^vision_tower\.ln_pre\b", "vision_tower.pre_layernorm"),
+        (r"^vision_tower\.sam_encoder\.patch_embed\.projection\b", "sam_model.patch_embed.proj"),
     )
 ]
 _FUSED = {("q", "k", "v"): "qkv_proj", ("gate", "up"): "gate_up_proj"}

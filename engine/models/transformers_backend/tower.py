@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire import kernels
 from quire.engine.models.tower import Tower
 from quire.engine.protocol.media import MediaItem
 
@@ -21,9 +22,12 @@ class TransformersTower(Tower):
         self._base: list[Any] = [base]  # in a list, as it is not a part of this
         self._dtype, self._device = dtype, device
 
-    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+    def encode(
+        self, arrays: Mapping[str, Tensor], item: MediaItem, adapter: kernels.OneAdapter | None = None
+    ) -> Iterator[Tensor | None]:
         """See `Tower`. It does not pause, and may wait for the device, which gets all arrays: transformers' models read
         grids there."""
+        assert adapter is None
         features = self.features(arrays)
         yield None
         yield features

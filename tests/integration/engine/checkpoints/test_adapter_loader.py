@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from quire.engine.architecture.adapters.base import Base
+from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.checkpoints import adapter_loader
 from quire.engine.checkpoints.adapter_loader import AdapterLoader, LayerChange, in_blocks
 from quire.engine.config.engine_config import EngineConfig
@@ -22,6 +25,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import ExpertMatrices
+from quire.engine.layers.weight import DenseWeights
 from quire.engine.models.build import load_model
 from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.errors import ConfigError
@@ -31,11 +35,14 @@ from tests.fakes.lora import SETTINGS, merged, write_lora
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.ranks import on_ranks
 from tests.integration.engine.checkpoints import test_gguf, test_quantized
-from tests.integration.engine.models import test_encoder
+from tests.integration.engine.models import test_encoder, test_tower_adapters
+from tests.integration.engine.models.test_adapters import slow
 
 DORA = SETTINGS | {"use_dora": True, "use_rslora": True}
 QUICK = ("Phi-3", "GPT-2", "Falcon, groups", "DeepSeek V2", "Qwen3-Next", "Zamba2", "gpt-oss")
 """Fused, transposed, interleaved, latent, recurrent, shared between layers, and with stacked experts."""
+TOWERS = ("Qwen3-VL", "Llama 4", "Gemma 4, clipped, standardized", "Granite Vision 4")
+"""With fused parts, reordered queries and keys, parts that are clipped, and readers."""
 
 
 def loaded(config: EngineConfig, parallel: Parallel, *, pack: bool = False) -> tuple[nn.Module, AdapterLoader]:
@@ -60,13 +67,20 @@ def check(
     model, loader = loaded(base, parallel)
     others, _ = loaded(whole, parallel)
     changes = loader.load(adapter)
-    assert changes.keys() == loader.layers.keys() - unchanged
+    assert changes.keys() - loader.norms.keys() == loader.layers.keys() - unchanged
     for path, change in changes.items():
-        assert isinstance(change, LayerChange)
         own, other = model.get_submodule(path), others.get_submodule(path)
+        if isinstance(change, DenseWeights):
+            named = {name: each for name, each in vars(change).items() if each is not None}
+            torch.testing.assert_close(named, dict(other.named_parameters()))
+            continue
+        assert isinstance(change, LayerChange)
         assert isinstance(own, Linear | ExpertMatrices)
         assert isinstance(other, Linear | ExpertMatrices)
-        weights, expected = (each.weight.detach().view(-1, *each.weight.shape[-2:]) for each in (own, other))
+        weights, expected = (
+            each.weight.detach() if isinstance(each, ExpertMatrices) else each.weight.detach().flatten(1)[None]
+            for each in (own, other)
+        )
         for number, (weight, spans) in enumerate(zip(weights.clone(), change.spans.tolist(), strict=True)):
             begin = 0
             for (first, rank), width in zip(spans, loader.layers[path].widths, strict=True):
@@ -111,6 +125,102 @@ def test_encoders(case: str, tmp_path: Path) -> None:
     for tp in (1, 2):
         base, whole = (configure(each, tensor_parallel_size=tp) for each in folders)
         on_ranks(tp, partial(check, base, adapter, whole))
+
+
+@pytest.mark.parametrize("case", [*TOWERS, *slow(test_tower_adapters.CASES, TOWERS)])
+def test_towers(case: str, tmp_path: Path) -> None:
+    """Also of ranks that have all of a tower."""
+    test_tower_adapters.write(case, tmp_path / "base")
+    configured = partial(configure, max_model_len=64)
+    config = configured(tmp_path / "base")
+    adapter = write_lora(tmp_path / "adapter", config.model, changeable(config), settings=DORA)
+    out = merged(config.model, adapter, tmp_path / "out")
+    layouts: list[dict[str, Any]] = [{}, {"tensor_parallel_size": 2}]
+    layouts.append({"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"})
+    for layout in layouts:
+        base, whole = (configured(each, **layout) for each in (tmp_path / "base", out))
+        on_ranks(layout.get("tensor_parallel_size", 1), partial(check, base, adapter, whole))
+
+
+@pytest.mark.parametrize("case", [*QUICK, *slow(families.CASES, QUICK)])
+def test_whole_matrices(case: str, tmp_path: Path) -> None:
+    families.write(case, tmp_path / "base")
+    check_whole(tmp_path, families.LENGTHS.get(case, 256))
+
+
+@pytest.mark.parametrize("case", [*TOWERS, *slow(test_tower_adapters.CASES, TOWERS)])
+def test_whole_matrices_of_towers(case: str, tmp_path: Path) -> None:
+    test_tower_adapters.write(case, tmp_path / "base")
+    check_whole(tmp_path, 64, "tower.")
+
+
+def check_whole(tmp_path: Path, length: int, start: str = "") -> None:
+    """With their biases, and the norms of towers, beside low-rank changes of other matrices whose paths start so."""
+    configured = partial(configure, max_model_len=length)
+    config = configured(tmp_path / "base")
+    _, loader = loaded(config, Parallel())
+    base = loader._find_tensors()
+    every = {name: place.path for name, (place, *_) in loader._weights.items() if name != base.head}
+    names = [name for name, path in every.items() if path.startswith(start)]
+    shapes = Base(config.model.architecture).shapes
+    whole = {name: shapes[name] for name in names[::2]}
+    whole |= {bias: shapes[bias] for name in whole if (bias := name.replace("weight", "bias")) in shapes}
+    whole |= {name: shapes[name] for name in loader._of_norms}
+    adapter = write_lora(tmp_path / "adapter", config.model, names[1::2], others=whole)
+    out = merged(config.model, adapter, tmp_path / "out")
+    unchanged = tuple(path for path in loader.layers if not path.startswith(start) or path == "head")
+    for tp in (1, 2):
+        whole_model, other = (configured(each, tensor_parallel_size=tp) for each in (tmp_path / "base", out))
+        on_ranks(tp, partial(check, whole_model, adapter, other, unchanged=unchanged))
+
+
+def test_what_adapters_cannot_change_in_a_tower(tmp_path: Path) -> None:
+    """A convolution over patches that overlap, positions; and what aLoRA would change before its invocation."""
+    test_tower_adapters.write("Step 3.7", tmp_path / "base")
+    config = configure(tmp_path / "base", max_model_len=64)
+    _, loader = loaded(config, Parallel())
+    names = [*checkpoint_tensors(config.model.architecture, has_head=True)]
+
+    def problem(name: str, **settings: Any) -> str:
+        given = write_lora(tmp_path / name, config.model, [name], settings=SETTINGS | settings)
+        with pytest.raises(ConfigError) as found:
+            loader.load(given)
+        return str(found.value)
+
+    convolution = next(name for name in names if "vit_downsampler1" in name and name.endswith("weight"))
+    assert f"changes {convolution}, which adapters of requests cannot change" in problem(convolution)
+    positions = "vision_model.positional_embedding"
+    whole = write(tmp_path / "positions", {f"base_model.model.{positions}": (16, 32)})
+    with pytest.raises(ConfigError, match="which adapters of requests cannot change; use `quire merge`"):
+        loader.load(whole)
+    linear = next(name for name in names if "vision" in name and "mlp.c_fc.weight" in name)
+    assert "which images are multiplied by, too: alora_" in problem(linear, alora_invocation_tokens=[3])
+
+
+def test_what_no_answer_depends_on(tmp_path: Path) -> None:
+    """Layers and norms of a tower behind its output are not built, but PEFT trains them with the others. Tensors that
+    the checkpoint has for another purpose are refused."""
+    families.write("LLaVA over Mistral", tmp_path / "base")
+    file = tmp_path / "base/model.safetensors"
+    tensors = load_file(file)
+    other = "model.vision_tower.other.weight"
+    save_file(tensors | {other: torch.zeros(8, 4)}, file, {"format": "pt"})
+    _, loader = loaded(configure(tmp_path / "base", max_model_len=64), Parallel())
+    start = "base_model.model.model.vision_tower"
+    hidden = len(next(each for name, each in tensors.items() if "post_layernorm" in name))
+    last = max(re.findall(r"encoder\.layers\.(\d+)\.", " ".join(tensors)))
+    unused: dict[str, tuple[int, ...]] = {
+        f"{start}.post_layernorm.weight": (hidden,),
+        f"{start}.encoder.layers.{last}.self_attn.q_proj.lora_A.weight": (3, hidden),
+        f"{start}.encoder.layers.{last}.self_attn.q_proj.lora_B.weight": (hidden, 3),
+    }
+    assert not loader.load(write(tmp_path / "unused", unused))
+    low_rank: dict[str, tuple[int, ...]] = {
+        f"{start}.other.lora_A.weight": (3, 4),
+        f"{start}.other.lora_B.weight": (8, 3),
+    }
+    with pytest.raises(ConfigError, match=f"changes {other}, which adapters of requests cannot change; use `quire mer"):
+        loader.load(write(tmp_path / "other", low_rank))
 
 
 def test_experts_of_a_rank(tmp_path: Path) -> None:
@@ -159,24 +269,31 @@ def test_rows_of_gguf(tmp_path: Path) -> None:
         ("bitsandbytes, nested", "dense"),
     ],
 )
-def test_norms_of_quantized_bases(name: str, kind: str, tmp_path: Path) -> None:
-    """DoRA needs the norms of the base's rows, which are packed: they are those of the numbers that it represents."""
+def test_numbers_of_quantized_bases(name: str, kind: str, tmp_path: Path) -> None:
+    """DoRA needs the norms of the base's rows, and a whole matrix its difference from the base's, which are packed:
+    both are of the numbers that they represent."""
     test_quantized.write(tmp_path, name, kind)
     whole = configure(tmp_path / "whole")
-    adapter = write_lora(tmp_path / "adapter", whole.model, changeable(whole), settings=DORA)
+    names, shapes = changeable(whole), Base(whole.model.architecture).shapes
+    adapters = [write_lora(tmp_path / "DoRA", whole.model, names, settings=DORA)]
+    matrices = {name: shapes[name] for name in names if "head" not in name}
+    adapters.append(write_lora(tmp_path / "matrices", whole.model, [], others=matrices))
     for tp in (1, 2):
 
-        def work(parallel: Parallel, tp: int = tp) -> tuple[dict[str, Any], dict[str, Any]]:
-            found, expected = (
-                loaded(configure(each, tensor_parallel_size=tp), parallel, pack=True)[1].load(adapter)
+        def work(parallel: Parallel, tp: int = tp) -> list[list[dict[str, Any]]]:
+            loaders = [
+                loaded(configure(each, tensor_parallel_size=tp), parallel, pack=True)[1]
                 for each in (tmp_path, tmp_path / "whole")
-            )
-            return found, expected
+            ]
+            return [[loader.load(adapter) for loader in loaders] for adapter in adapters]
 
-        for found, expected in on_ranks(tp, work):
+        for found, expected in (each for own in on_ranks(tp, work) for each in own):
             assert found.keys() == expected.keys()
             for path, change in found.items():
-                torch.testing.assert_close(vars(change), vars(expected[path]), rtol=1e-4, atol=1e-5)
+                for tensor, exact in zip(vars(change).values(), vars(expected[path]).values(), strict=True):
+                    assert (tensor is None) == (exact is None)
+                    if tensor is not None:
+                        torch.testing.assert_close(tensor, exact, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
 LAYER = "base_model.model.model.layers.1"
@@ -189,8 +306,12 @@ REFUSED: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
         {f"{LAYER}.input_layernorm.weight": (48,)},
         "input_layernorm.weight changes model.layers.1.input_layernorm.weight, which",
     ),
-    "a whole matrix": (
-        {f"{LAYER}.mlp.down_proj.weight": (48, 80)},
+    "a whole matrix that changes further": (
+        {
+            f"{LAYER}.mlp.down_proj.weight": (48, 80),
+            f"{LAYER}.mlp.down_proj.lora_A.weight": (3, 80),
+            f"{LAYER}.mlp.down_proj.lora_B.weight": (48, 3),
+        },
         "down_proj.weight changes model.layers.1.mlp.down_proj.weight, which",
     ),
     "another size": (
@@ -353,3 +474,21 @@ def test_the_first_path_with_the_adapter_is_read(llama: EngineConfig, tmp_path: 
     (tmp_path / "1" / "adapter_config.json").write_text(json.dumps(SETTINGS | {"lora_alpha": 9e29}))
     with pytest.raises(ConfigError, match=r"the change of layers\.2\.attention\.qkv has values that are NaN or infini"):
         loader.load(AdapterRef(open_adapter(tmp_path / "1").digest, one.paths))
+
+
+def test_matrices_are_narrow_if_that_is_exact() -> None:
+    """Both, in the same type; whatever the type of the file."""
+    large, fine, exact = torch.tensor([[2.0**100]]), torch.tensor([[1.001953125]]), torch.tensor([[-1.5, 0.0]])
+    for a, b, dtype in (
+        (exact, exact, torch.bfloat16),
+        (exact, large, torch.bfloat16),
+        (fine, exact, torch.float16),
+        (fine, large, torch.float32),
+        (exact, torch.tensor([[1 / 3]]), torch.float32),
+        (exact, torch.tensor([[torch.nan]]), torch.float32),
+        (exact.half(), exact.half(), torch.float16),  # a layer that multiplies float16 takes no other type
+    ):
+        narrow = adapter_loader._narrowed(a, b)
+        assert all(each.dtype == dtype for each in narrow)
+        for each, whole in zip(narrow, (a, b), strict=True):
+            torch.testing.assert_close(each.float(), whole.float(), rtol=0, atol=0, equal_nan=True)

@@ -494,12 +494,14 @@ _TOWERS = {
 
 @pytest.mark.parametrize("case", _TOWERS)
 def test_towers(tmp_path: Path, case: str) -> None:
-    """The merged checkpoint has the tensors that PEFT's merged model has."""
+    """The merged checkpoint has the tensors that PEFT's merged model has; a projector may be trained as a whole."""
     families.write(case, tmp_path / "base")
     kind = getattr(transformers, families.CASES[case][0])
     model = kind.from_pretrained(tmp_path / "base", dtype=torch.float32)
     parameters = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]} if "MoE" in case else {}
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=_TOWERS[case], **parameters))
+    whole = ["multi_modal_projector"] if case.startswith("Gemma") else None
+    lora = peft.LoraConfig(r=4, target_modules=_TOWERS[case], modules_to_save=whole, **parameters)
+    adapted = peft.get_peft_model(model, lora)
     _randomize(adapted)
     adapted.save_pretrained(tmp_path / "adapter")
     merged = kind.from_pretrained(_merge(tmp_path), dtype=torch.float32).state_dict()

@@ -52,15 +52,16 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Three adapters of one base, one with DoRA. Prompts of mixed lengths; two start alike."""
+    """Three adapters of one base, one with DoRA, one of 16 bits. Prompts of mixed lengths; two start alike."""
     folder, rng = tmp_path_factory.mktemp("adapters"), random.Random(0)
     base = write_checkpoint("qwen3", folder / "base", num_hidden_layers=4)
     model = configure(base).model
     names = [name for name in checkpoint_tensors(model.architecture, has_head=True) if "_proj.weight" in name]
     kinds: list[dict[str, Any]] = [SETTINGS, SETTINGS | {"use_dora": True}, SETTINGS | {"r": 6}]
+    types = (torch.float32, torch.float32, torch.bfloat16)
     adapters = [
-        write_lora(folder / str(seed), model, names[:: seed + 1], seed, settings=settings, size=0.15)
-        for seed, settings in enumerate(kinds)
+        write_lora(folder / str(seed), model, names[:: seed + 1], seed, settings=settings, size=0.15, dtype=dtype)
+        for seed, (settings, dtype) in enumerate(zip(kinds, types, strict=True))
     ]
     shared = rng.choices(range(3, 130), k=40)
     prompts = [rng.choices(range(3, 130), k=length) for length in (1, 30)] + [[*shared, 5, 6], [*shared, 7, 8, 9]]
@@ -144,13 +145,20 @@ KINDS: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
     ),
     "an embedding": ({f"{EMBEDDING}.weight": (131, 64)}, {"modules_to_save": ["embed_tokens"]}),
     "a head": ({f"{HEAD}.weight": (131, 64)}, {"modules_to_save": ["lm_head"]}),
+    "whole matrices": (
+        {
+            "base_model.model.model.layers.0.self_attn.q_proj.weight": (64, 64),
+            "base_model.model.model.layers.1.mlp.down_proj.weight": (64, 96),
+        },
+        {"modules_to_save": ["q_proj", "down_proj"]},
+    ),
 }
 """Shapes of tensors, and settings."""
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def outer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Adapters of embeddings and heads."""
+    """Adapters of embeddings and heads, and of whole matrices."""
     folder, rng = tmp_path_factory.mktemp("outer"), random.Random(1)
     base = write_checkpoint("llama", folder / "base", num_hidden_layers=2, tie_word_embeddings=request.param)
     model, generator = configure(base).model, torch.Generator().manual_seed(3)
@@ -295,7 +303,7 @@ def test_quantized_bases(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
 def test_processes(case: Case, tp: int, pp: int) -> None:
     with Ranks(configured(case, 2, tensor_parallel_size=tp, pipeline_parallel_size=pp)) as ranks:
         check(case, ranks)

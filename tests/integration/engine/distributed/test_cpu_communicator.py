@@ -235,7 +235,9 @@ def test_the_rank_for_which_others_wait_waits_least(unprepared: tuple[int, ...],
 class _SlowTower(Tower):
     """Takes longer than collectives may."""
 
-    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+    def encode(
+        self, arrays: Mapping[str, Tensor], item: MediaItem, adapter: kernels.OneAdapter | None = None
+    ) -> Iterator[Tensor | None]:
         time.sleep(1.2)
         yield torch.full((item.num_features, 8), 7.0)
 

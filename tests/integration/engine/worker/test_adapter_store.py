@@ -46,16 +46,16 @@ class Ranks:
     """Ranks that plans are made for by hand, and what they say of adapters."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config, self.answers, world_size = config, SimpleQueue[AdapterPrepared](), config.parallel.world_size
+        self.config, self.answers, world_size = config, SimpleQueue[Any](), config.parallel.world_size
         self._world_size = world_size
         if world_size == 1:
             links = connect(config.parallel, 0, None, CPU)
-            self.runner = ModelRunner(config, 0, links, CPU, on_adapter=self.answers.put)
+            self.runner = ModelRunner(config, 0, links, CPU, on_report=self.answers.put)
             execute: Callable[..., Any] = executing(self.runner)
             self.close: Callable[[], None] = self.runner.close
         else:
             executor = ThreadExecutor(config)
-            executor.on_adapter = self.answers.put
+            executor.on_report = self.answers.put
             execute, self.close = lambda plan: executor.submit(plan, 60.0).result(), executor.close
         is_one_stage = len(config.parallel.stages) == 1
         self.driver = Driver(execute, 8, config.cache.num_blocks, config.cache.block_size, workers_keep=is_one_stage)
@@ -193,6 +193,70 @@ def test_pools_stay_within_the_reserve(base: Path, adapters: Adapters, expected:
     ranks.close()
 
 
+def test_pools_have_room_for_more_and_the_narrowest_type(
+    base: Path, adapters: Adapters, expected: Expected, tmp_path: Path
+) -> None:
+    """Further adapters like the first one need no new tensors. Of 16 bits that are as exact as float32, until another
+    adapter needs more; answers are the same."""
+    ranks = Ranks(configured(base))
+    model, store = ranks.config.model, ranks.runner._adapters
+    assert store is not None
+    narrow = [
+        write_lora(tmp_path / str(seed), model, layers_of(ranks.config), seed, dtype=torch.bfloat16) for seed in (5, 6)
+    ]
+    answers = [
+        generate(merged(model, each, tmp_path / f"merged{at}"), PROMPTS, COUNT) for at, each in enumerate(narrow)
+    ]
+    prepared = ranks.prepare(*narrow, adapters["plain"])
+    assert len({each.device_bytes for each in prepared}) == 1  # which may be beside others of float32
+    assert prepared[0].host_bytes < 0.6 * prepared[2].host_bytes
+
+    def types() -> set[torch.dtype]:
+        return {each.linear.pool.a.dtype for each in store._loader.layers.values() if each.linear.pool is not None}
+
+    ranks.assign({0: narrow[0]})
+    assert ranks.tokens(PROMPTS, [0] * 3) == answers[0]
+    version = store.version
+    ranks.assign({3: narrow[1]})
+    assert ranks.tokens(PROMPTS, [3, 0, 3]) == [answers[1][0], answers[0][1], answers[1][2]]
+    assert (store.version, types()) == (version, {torch.bfloat16})
+    ranks.assign({1: adapters["plain"]})
+    assert ranks.tokens(PROMPTS, [1, 3, 0]) == [expected["plain"][0], answers[1][1], answers[0][2]]
+    assert types() == {torch.float32}
+    ranks.assign({}, freed=(1,))
+    ranks.tokens(PROMPTS[:1], [0])
+    with torch.inference_mode():
+        for pool in store._pools.values():
+            pool.shrink()
+    assert ranks.tokens(PROMPTS, [0] * 3) == answers[0]
+    assert types() == {torch.bfloat16}
+    ranks.close()
+
+
+def test_adapters_of_different_layers_divide_the_reserve(base: Path, tmp_path: Path) -> None:
+    """In a few steps, however many there are."""
+    config = with_lora(configured(base), num_slots=8)
+    kinds = [
+        write_lora(tmp_path / kind, config.model, [name for name in layers_of(config) if f"{kind}_proj" in name])
+        for kind in "qo"
+    ]
+    trial = Ranks(config)
+    (size,) = {each.device_bytes for each in trial.prepare(*kinds)}
+    trial.close()
+    ranks = Ranks(with_lora(config, num_slots=8, device_bytes=8 * size))
+    ranks.prepare(*kinds)
+    store, changes = ranks.runner._adapters, list[int]()
+    assert store is not None
+    for slot in range(8):
+        before = store.version
+        ranks.assign({slot: kinds[slot % 2]})
+        ranks.tokens(PROMPTS[:1], [slot])
+        assert sum(pool.nbytes for pool in store._pools.values()) <= store._device_bytes
+        changes.append(store.version - before)
+    assert changes == [1, 1, 1, 0, 0, 0, 0, 0]
+    ranks.close()
+
+
 def test_an_adapter_that_starts_late(ranks: Ranks, base: Path, adapters: Adapters, tmp_path: Path) -> None:
     """Until there, the keys and values are the base's, whatever the chunks."""
     merged(ranks.config.model, adapters["plain"], tmp_path / "out")
@@ -239,8 +303,9 @@ def test_what_cannot_be_read_is_an_answer(
     assert "adapter_model.safetensors" in found_again.error
     assert not found_again.is_invalid
     infinite = write_lora(tmp_path / "infinite", ranks.config.model, [name], 7, size=math.inf)
-    (found_again,) = ranks.prepare(infinite)
+    (found_again,) = ranks.prepare(AdapterRef(infinite.digest, (*infinite.paths, "/given")))
     assert found_again.is_invalid
+    assert found_again.error.startswith("/given/adapter_model.safetensors: ")
     with monkeypatch.context() as patch:
         digest = adapter_folder._digest
 

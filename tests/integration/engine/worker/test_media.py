@@ -21,6 +21,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, MediaPlan, NewRequestData, SchedulerOutput
 from quire.engine.worker.encoder_cache import EncoderCache, arrays_of
 from quire.engine.worker.model_runner import ModelRunner
+from quire.kernels import OneAdapter
 from tests.fakes import media_prompts
 from tests.fakes.media_prompts import MediaPrompt, Picture, media_data, media_prompt, write_media_model
 from tests.fakes.model_logits import CPU, configure
@@ -145,9 +146,9 @@ def test_a_picture_is_encoded_once_and_kept_until_it_is_freed(
     encoded: list[MediaItem] = []
     encode = runner._encoder_cache._tower.encode
 
-    def record(arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+    def record(arrays: Mapping[str, Tensor], item: MediaItem, adapter: None) -> Iterator[Tensor | None]:
         encoded.append(item)
-        return encode(arrays, item)
+        return encode(arrays, item, adapter)
 
     monkeypatch.setattr(runner._encoder_cache._tower, "encode", record)
     requests = greedy(prompts)
@@ -210,6 +211,29 @@ def test_an_item_that_cannot_be_encoded_fails_alone(one: tuple[Any, Path], tmp_p
     cache.free(MediaPlan(freed=[lost.items[0].digest]))
     assert cache.update(MediaPlan(lost.items, num_steps=1))
     assert not cache.update(MediaPlan([structs.replace(lost.items[0], data=None)]))  # planned before that was known
+
+
+def test_an_item_whose_adapter_was_not_placed_fails(one: tuple[Any, Path]) -> None:
+    """Also its next steps, which were planned before that was known; without the adapter it is another item. One whose
+    adapter has lost its slot between two steps fails, too."""
+    model, folder = one
+    (item,), (other,) = (media_prompt(model, [1, Picture((1, 4, 4), seed=seed), 2]).items for seed in range(2))
+    runner, _ = runner_and_driver(folder, enable_lora=True)
+    cache = runner._encoder_cache
+    assert cache is not None
+    slots = {item.digest: 0}
+    assert [*cache.update(MediaPlan([other, item], num_steps=1, adapter_slots=slots))] == [item.digest]
+    assert not cache.update(MediaPlan([structs.replace(item, data=None)]))
+    assert not cache._features[item.digest].any()
+    assert cache._features[other.digest].any()
+    cache.free(MediaPlan(freed=[item.digest]))
+    adapters = runner._adapters
+    assert adapters is not None
+    adapters._contents[0] = b"first", ()
+    assert not cache.update(MediaPlan([item], num_steps=1, adapter_slots=slots))
+    adapters._contents[0] = b"second", ()
+    assert [*cache.update(MediaPlan([structs.replace(item, data=None)]))] == [item.digest]
+    runner.close()
 
 
 def test_ranks_agree_on_what_one_of_them_cannot_read(one: tuple[Any, Path], tmp_path: Path) -> None:
@@ -302,11 +326,13 @@ class _Scarce(Tower):
         self._tower, self._digests = tower, digests
         self.asked: list[bytes] = []
 
-    def encode(self, arrays: Mapping[str, Tensor], item: MediaItem) -> Iterator[Tensor | None]:
+    def encode(
+        self, arrays: Mapping[str, Tensor], item: MediaItem, adapter: OneAdapter | None = None
+    ) -> Iterator[Tensor | None]:
         self.asked.append(item.digest)
         if item.digest in self._digests:
             raise torch.OutOfMemoryError
-        return self._tower.encode(arrays, item)
+        return self._tower.encode(arrays, item, adapter)
 
 
 def test_skipped_plans_free_features(one: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import graph_recorders
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.tower_graphs import TowerGraphs, _TowerRows
+from quire.kernels import OneAdapter
+from tests.fakes.adapter_pools import SLOTS, add_pools, merge
 from tests.fakes.late_device import GPU, DeviceTensor, late_device, move_parameters
 from tests.fakes.media_prompts import Picture, generate, media_prompt, write_media_model
 from tests.fakes.model_logits import CPU, configure
@@ -123,6 +125,19 @@ def test_items_take_turns(qwen: tuple[Path, Any]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one is not None
         assert torch.equal(one, other)
+
+
+def test_an_item_with_an_adapter_is_not_replayed(qwen: tuple[Path, Any]) -> None:
+    """Captured layers know of none. Others are, as before."""
+    folder, model = qwen
+    captured(tower := tower_of(config := config_of(folder), Parallel()), config)
+    item = grids.item_of(model, (1, 4, 4), "image")
+    before = encode(tower, *item)
+    add_pools(tower)
+    merge(other := tower_of(config, Parallel(), pack=False), 2)
+    with torch.inference_mode():
+        check_close(tower(*item, OneAdapter(2, SLOTS)), other(*item))
+    assert torch.equal(encode(tower, *item), before)
 
 
 def test_rows_behind_a_picture_stay_finite(qwen: tuple[Path, Any]) -> None:

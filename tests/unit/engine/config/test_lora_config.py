@@ -18,6 +18,7 @@ from quire.engine.config.memory_plan import MemoryPlan, format_bytes
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.errors import ConfigError
+from tests.unit.engine.config.test_media_config import resolved
 from tests.unit.engine.config.test_resolve import _eight_gib, folder, options  # noqa: F401
 
 GIB = 1 << 30
@@ -53,6 +54,15 @@ def test_the_experts_of_a_token_have_the_rank_together(tmp_path: Path) -> None:
     spread = resolve(options(folder(tmp_path, **MIXTRAL), tensor_parallel_size=2, enable_expert_parallel=True))
     own = 3 * (256 + 128) + (128 + 256)
     assert adapter_bytes(spread.model, spread.parallel, 16) == 6 * 4 * (16 * own + 8 * experts // 2)
+
+
+def test_the_first_stage_has_those_of_a_tower(tmp_path: Path) -> None:
+    tower = 1024 + 4096 + 8192 + 256
+    for stages in (1, 2):
+        model = resolved(tmp_path, pipeline_parallel_size=stages)
+        text = replace(model.model, architecture=replace(model.model.architecture, media=None))
+        own = [adapter_bytes(each, model.parallel, 16) for each in (model.model, text)]
+        assert own[0] - own[1] == 4 * 16 * tower
 
 
 def test_steps_with_adapters_have_cuda_graphs_of_their_own(tmp_path: Path) -> None:

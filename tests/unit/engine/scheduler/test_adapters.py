@@ -47,7 +47,11 @@ class EngineWithAdapters(Engine):
     def turn(self) -> bool:
         for given in self.model.asked:
             size, error = given.digest[1], self.errors.get(given.digest, "")
-            self.pending += [AdapterPrepared(given.digest, rank, size, size, error) for rank in self.ranks]
+            is_of_tower = given.digest in self.model.tower_adapters
+            self.pending += [
+                AdapterPrepared(given.digest, rank, size, size, error, changes_tower=is_of_tower and not rank)
+                for rank in self.ranks
+            ]
         self.model.asked.clear()
         while self.pending and self.answers():
             self.answer(self.pending.pop(0))
@@ -117,6 +121,7 @@ def test_answers_do_not_depend_on_who_else_has_which_adapter(
             given[str(turn)] = prompt, chosen, start
             share, count = bytes([turn % 2]), rng.randrange(1, 16)
             engine.add(str(turn), prompt, adapter=chosen, adapter_start=start, share=share, max_tokens=count)
+            engine.scheduler.adapters.pin_all(turn % 2, (each.digest for each in known[turn % 8 : turn % 8 + turn % 4]))
             if rng.random() < 0.2:
                 engine.abort(str(rng.randrange(turn + 1)))
 
@@ -173,9 +178,50 @@ def test_the_hosts_memory_keeps_what_was_used_last_and_what_requests_have() -> N
     assert engine.assigned == [(0, 1), (1, 2), (1, 3), (1, 2), (1, 4)]
     engine.start("3", adapter(3), max_tokens=2)
     assert engine.asked == [1, 2, 3, 4, 3]
-    assert engine.scheduler.adapters.prepare(adapter(4)) == ""  # which somebody will use
+    assert engine.scheduler.adapters.prepare(adapter(4)) == ("", True)  # which somebody will use
     engine.start("2", adapter(2), max_tokens=2)
     assert [digest[0] for plan in engine.plans for digest in plan.dropped] == [3, 2, 3]
+
+
+def test_pinned_adapters_stay_in_the_hosts_memory() -> None:
+    """As many as it has room for, in order; also those that are read later. Others come and go beside them."""
+    engine = EngineWithAdapters(configured(capacity=9, host_bytes=6))
+    manager = engine.scheduler.adapters
+    manager.pin_all(0, [adapter(1, 3).digest, adapter(2, 2).digest, adapter(3, 2).digest])
+    for name, size in ((1, 3), (2, 2), (3, 2), (4, 1), (5, 1)):
+        engine.start(str(name), adapter(name, size), max_tokens=2)
+    assert [digest[0] for plan in engine.plans for digest in plan.dropped] == [3, 4]
+    assert manager.pin(adapter(5).digest) == ("", True)
+    error, is_invalid = manager.pin(adapter(3, 2).digest)
+    assert ("6 B of adapters in the host's memory, of which 6 B are pinned" in error, is_invalid) == (True, True)
+    assert manager.pin(adapter(6, 2).digest)[1] is False  # nobody knows it any more
+    engine.start("6", adapter(6), max_tokens=2)  # dropped when it has ended
+    manager.pin_all(0, [adapter(1, 3).digest, adapter(5).digest])
+    engine.start("7", adapter(7, 2), max_tokens=2)
+    assert [digest[0] for plan in engine.plans for digest in plan.dropped] == [3, 4, 6, 2]
+    assert sorted(digest[0] for digest in engine.model.adapters) == [1, 5, 7]
+
+
+def test_an_adapter_stays_pinned_until_no_process_needs_it_so() -> None:
+    """Processes learn of a change at different times. One that is to be pinned is kept even if requests use all of the
+    memory that pinned ones leave."""
+    engine = EngineWithAdapters(configured(capacity=9, host_bytes=4))
+    manager = engine.scheduler.adapters
+    engine.add("runs", [1], adapter=adapter(7, 2), max_tokens=30)
+    while "runs" not in engine.running:
+        engine.turn()
+    for client, (name, size) in enumerate(((1, 2), (2, 1))):
+        manager.pin_all(client, [adapter(name, size).digest])
+        assert manager.prepare(adapter(name, size)) is None
+        for _ in range(3):
+            engine.turn()
+        assert manager.pin(adapter(name, size).digest) == ("", True)
+    manager.pin_all(0, [])
+    manager.pin_all(0, [adapter(2).digest])
+    engine.run()
+    manager.pin_all(1, [])
+    engine.start("3", adapter(3, 3), max_tokens=2)
+    assert sorted(digest[0] for digest in engine.model.adapters) == [2, 3]
 
 
 def test_a_request_whose_adapter_is_read_delays_nobody() -> None:

@@ -39,10 +39,10 @@ def test_every_slot_has_its_own(seed: int) -> None:
             pool.free(slot)
         elif rng.random() < 0.9:
             held[slot] = change = change_of(seed * 100 + number)
-            growth, before, room = pool.growth(change), pool.nbytes, rng.choice((0, 100, 1000))
-            last = linear.pool
-            is_changed = pool.assign(slot, change, room)
-            assert 0 <= pool.nbytes - before - growth <= room
+            growth, before, copies = pool.growth(change), pool.nbytes, rng.choice((0, 1, 3))
+            last, further = linear.pool, pool.further_bytes(change)
+            is_changed = pool.assign(slot, change, copies)
+            assert pool.nbytes - before - growth == (copies * further if growth else 0)
             assert linear.pool is not None
             assert growth or last is None or linear.pool.a is last.a  # scattered rows are moved in place
         else:
