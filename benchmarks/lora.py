@@ -1,32 +1,36 @@
 """Adapters (LoRA): the speed of a batch that uses them, the first token after a load, and hundreds of them.
 
-    .venv/bin/python benchmarks/lora.py --peer vllm=/opt/vllm/venv [--targets qv all] [--rounds 5] [--write FILE.md]
+    .venv/bin/python benchmarks/lora.py --peer vllm=/opt/vllm/venv [--write docs/benchmarks/lora.md]
     .venv/bin/python benchmarks/lora.py --shape tiny --rounds 1 --batch 4 --output 8 --registered 20    # a smoke test
 
-Each server is started with a checkpoint of random weights, once without adapters and once with them; all run at the
-same time and are measured in turns, round after round, and each ratio is of figures of the same round. Adapters have
-rank 16 and random weights in bfloat16, of the queries and values (`qv`, PEFT's default) or of all linear layers.
+Each server has a checkpoint of random weights, and is started without adapters and with them; both run at the same time
+and are measured in turns, round after round, and each ratio is of figures of the same round. Adapters have rank 16 and
+random weights in bfloat16, of the queries and values (`qv`, PEFT's default) or of all linear layers.
 
 - **batch**: requests of `--prompt` tokens in and `--output` out, all at once: of the base on the server without
   adapters (`without`) and on the one with them (`base`), all with one adapter (`one`), each with another (`each`).
-- **first**: TTFT of the first request with an adapter that the load route has read (`from memory`), and of one that is
-  only registered (`from disk`; the system has its file in memory), beside the next request with the same adapter.
-- **many**: start, memory and speed with `--registered` adapters beside those with one, with the same `--max-loras`.
+- **first**: TTFT of the first request with an adapter that the load route has read (`from memory`), of the next one
+  with it (`on device`), by how much the first one is later, and TTFT of the first request with an adapter that is only
+  registered (`registered`: Quire reads it then, from a file that the system has in memory; vLLM has read it).
+- **many**: start, memory and speed with `--registered` adapters beside those with one, with the same `--max-loras`;
+  the requests use that one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
+import re
 import signal
 import statistics
 import sys
 import textwrap
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,8 @@ _TARGETS = {
 _SERVERS: tuple[type[peers.Peer], ...] = (peers.Quire, peers.Vllm)
 _SHORTEST_MS = 1e-3
 """A shorter time between tokens is no measurement: they arrived together. It has no ratio."""
+_FEWEST_ROUNDS = 3
+"""Of a run whose figures mean something."""
 _CASES = ("without", "base", "one", "each")
 
 
@@ -87,31 +93,41 @@ def make_adapters(shape: Shape, targets: str, count: int, cache: Path) -> list[P
     return folders
 
 
-def flags(peer: peers.Peer, adapters: Sequence[Path], count: int) -> list[str]:
-    """Flags of a server that has the first `count` of these adapters, and room for all of them at once, but for no more
-    than 32.
+def flags(peer: peers.Peer, adapters: Sequence[Path], slots: int, kept: int = 0) -> list[str]:
+    """Flags of a server that has these adapters, `slots` of them at once on the device. Quire keeps as many in the
+    host's memory as fit; vLLM the larger one of `slots` and `kept`.
     """
-    slots = str(min(len(adapters), 32))
     own = ["--lora-root", str(adapters[0].parent)] if isinstance(peer, peers.Quire) else []
-    modules = [f"{folder.name}={folder}" for folder in adapters[:count]]
-    return ["--enable-lora", "--max-loras", slots, "--max-lora-rank", str(RANK), *own, "--lora-modules", *modules]
+    own += ["--max-cpu-loras", str(max(slots, kept))] if isinstance(peer, peers.Vllm) else []
+    modules = [f"{folder.name}={folder}" for folder in adapters]
+    return ["--enable-lora", "--max-loras", str(slots), "--max-lora-rank", str(RANK), *own, "--lora-modules", *modules]
+
+
+class NotStarted(Exception):
+    """A server does not start."""
 
 
 class Servers:
-    """The servers of one kind: by name, with and without adapters, running."""
+    """The servers of one kind and precision: by name, with and without adapters, running."""
 
-    def __init__(self, options: argparse.Namespace, peer: peers.Peer) -> None:
-        self.options, self.peer, self.shape = options, peer, SHAPES[options.shape]
-        self.model = peer.prepare(self.shape, options.precision, options.cache)
+    def __init__(self, options: argparse.Namespace, peer: peers.Peer, precision: str) -> None:
+        self.options, self.peer, self.precision, self.shape = options, peer, precision, SHAPES[options.shape]
+        self.model = peer.prepare(self.shape, precision, options.cache)
         self.prompts = Prompts(make_checkpoint(self.shape, options.cache))
         self.running: dict[str, peers.Server] = {}
 
     async def start(self, name: str, arguments: Sequence[str]) -> float:
-        """Start another server; returns the seconds until its first token."""
-        log = self.options.cache / f"lora-{self.peer.name}-{name}.log"
-        server = peers.Server(self.peer, self.options.precision, self.model, self.options.threads, log, arguments)
+        """Start another server, unless it runs; returns the seconds until its first token."""
+        if name in self.running:
+            return 0.0
+        log = self.options.cache / f"lora-{self.peer.name}-{self.precision}-{name.replace(' ', '-')}.log"
+        server = peers.Server(self.peer, self.precision, self.model, self.options.threads, log, arguments)
         ((prompt, text),) = self.prompts.draw("start", 1, 8)
-        seconds = await server.start(prompt, text, self.options.start_limit)
+        try:
+            seconds = await server.start(prompt, text, self.options.start_limit)
+        except RequestFailed as failure:
+            cause = re.search(r"\] (\w+(?:Error|Exception): .*)", log.read_text(errors="replace"))
+            raise NotStarted(f"{server.name} does not start: {cause[1]}" if cause else str(failure)) from None
         self.running[name] = server
         await server.idle_share()
         self._pause_others(None)
@@ -121,12 +137,10 @@ class Servers:
         for each in self.running.values():
             each.resume() if each is server else each.pause()
 
-    def stop(self, name: str) -> None:
-        self.running.pop(name).stop()
-
-    def stop_all(self) -> None:
-        for name in list(self.running):
-            self.stop(name)
+    def stop_all(self, *but: str) -> None:
+        """Stop all servers but these."""
+        for name in self.running.keys() - {*but}:
+            self.running.pop(name).stop()
 
     async def batch(self, name: str, seed: str, adapters: Sequence[str | None]) -> load.Figures:
         """The figures of a batch on one server, with these adapters; the others are quiet meanwhile."""
@@ -158,26 +172,29 @@ class Servers:
         return (time.perf_counter() - begun) * 1e3
 
 
-async def batches(servers: Servers, adapters: Sequence[Path]) -> dict[str, Any]:
-    """Output tokens per second of each case, by round, and the medians of their ratios to `without`."""
+async def batches(servers: Servers, name: str, adapters: Sequence[Path]) -> dict[str, Any]:
+    """Output tokens per second of each case, by round, and the medians of their ratios to `without`. `name` is the
+    server with adapters."""
     options, names = servers.options, [each.name for each in adapters]
     count = options.batch
     cases: dict[str, tuple[str, list[str | None]]] = {
         "without": ("without", [None] * count),
-        "base": ("with", [None] * count),
-        "one": ("with", [names[0]] * count),
-        "each": ("with", [names[at % len(names)] for at in range(count)]),
+        "base": (name, [None] * count),
+        "one": (name, [names[0]] * count),
+        "each": (name, [names[at % len(names)] for at in range(count)]),
     }
     await servers.start("without", [])
-    await servers.start("with", flags(servers.peer, adapters, len(adapters)))
-    for case, (name, chosen) in cases.items():  # warm-up: adapters are read, and shapes are seen
-        await servers.batch(name, f"warm-up {case}", chosen)
+    for case, (which, chosen) in cases.items():  # warm-up: adapters are read, and shapes are seen
+        await servers.batch(which, f"warm-up {case}", chosen)
     found: dict[str, list[float]] = {case: [] for case in cases}
     gaps: dict[str, list[float]] = {case: [] for case in cases}
+    begun = time.perf_counter()
     for number in range(options.rounds):
+        if number and time.perf_counter() - begun > options.limit:
+            break
         for case in list(cases)[:: -1 if number % 2 else 1]:
-            name, chosen = cases[case]
-            measured = await servers.batch(name, f"{number} {case}", chosen)
+            which, chosen = cases[case]
+            measured = await servers.batch(which, f"{number} {case}", chosen)
             found[case].append(measured.throughput)
             gaps[case].append(measured.itl * 1e3)
     ratios = {
@@ -189,7 +206,7 @@ async def batches(servers: Servers, adapters: Sequence[Path]) -> dict[str, Any]:
         for case in _CASES[1:]
         if min(*gaps[case], *gaps["without"]) >= _SHORTEST_MS
     }
-    memory = {f"memory_{name}_gib": server.memory() for name, server in servers.running.items()}
+    memory = {f"memory_{each}_gib": servers.running[which].memory() for each, (which, _) in [*cases.items()][:2]}
     return {
         **{f"{case}_tokens_per_s": statistics.median(each) for case, each in found.items()},
         **{name: statistics.median(each) for name, each in (ratios | itl).items()},
@@ -198,37 +215,46 @@ async def batches(servers: Servers, adapters: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-async def firsts(servers: Servers, adapters: Sequence[Path], late: Sequence[Path]) -> dict[str, Any]:
-    """Medians in milliseconds. `adapters` are registered and were not used yet; `late` are loaded by the route."""
-    if "with" not in servers.running:
-        await servers.start("with", flags(servers.peer, adapters, len(adapters)))
-    await servers.first_token("with", "warm-up", adapters[0].name)
+async def firsts(servers: Servers, name: str, unused: Sequence[Path], late: Sequence[Path]) -> dict[str, Any]:
+    """Medians in milliseconds. `unused` are registered and were not used yet; `late` are loaded by the route."""
+    await servers.first_token(name, "warm-up", unused[0].name)
     found: dict[str, list[float]] = {}
     for number, folder in enumerate(late):
-        found.setdefault("load_ms", []).append(servers.load("with", folder))
-        for each in ("from_memory", "again"):
-            took = await servers.first_token("with", f"{each} {number}", f"late-{folder.name}")
+        found.setdefault("load_ms", []).append(servers.load(name, folder))
+        for each in ("from_memory", "on_device"):
+            took = await servers.first_token(name, f"{each} {number}", f"late-{folder.name}")
             found.setdefault(f"{each}_ms", []).append(took)
-    for number, folder in enumerate(adapters[-len(late) :]):
-        took = await servers.first_token("with", f"disk {number}", folder.name)
-        found.setdefault("from_disk_ms", []).append(took)
-    return {name: statistics.median(each) for name, each in found.items()}
+    found["later_ms"] = [a - b for a, b in zip(found["from_memory_ms"], found["on_device_ms"], strict=True)]
+    for number, folder in enumerate(unused[1:]):
+        took = await servers.first_token(name, f"registered {number}", folder.name)
+        found.setdefault("registered_ms", []).append(took)
+    return {name: statistics.median(each) for name, each in found.items()} | {"rounds": found}
 
 
 async def many(servers: Servers, adapters: Sequence[Path]) -> dict[str, Any]:
-    """Start, memory and speed of the base with one adapter registered, and with all."""
-    found: dict[str, Any] = {}
-    rates: dict[str, list[float]] = {"1": [], str(len(adapters)): []}
-    for name in rates:
-        found[f"start_{name}_s"] = await servers.start(name, flags(servers.peer, adapters, int(name)))
-    for number in range(servers.options.rounds):
-        for name, each in rates.items():
-            measured = await servers.batch(name, f"many {number}", [None] * servers.options.batch)
-            each.append(measured.throughput)
-    for name in rates:
-        found[f"memory_{name}_gib"] = servers.running[name].memory()
-    one, all_of_them = rates.values()
-    return found | {"speed_ratio": statistics.median(b / a for a, b in zip(one, all_of_them, strict=True))}
+    """Start, memory and speed with one adapter registered, and with all; and the ratios of the latter to the former."""
+    found: dict[str, float] = {}
+    counts, measured = (1, len(adapters)), dict[str, list[load.Figures]]()
+    for count in counts:
+        arguments = flags(servers.peer, adapters[:count], min(32, len(adapters)))
+        starts = []
+        for _ in range(servers.options.starts):
+            servers.stop_all(*measured)
+            starts.append(await servers.start(f"{count} registered", arguments))
+        found[f"start_{count}_s"] = min(starts)
+        measured[f"{count} registered"] = []
+    for number in range(-1, servers.options.rounds):  # at first, a warm-up
+        for name, each in [*measured.items()][:: -1 if number % 2 else 1]:
+            figures = await servers.batch(name, f"many {number}", [adapters[0].name] * servers.options.batch)
+            each += [figures][: number + 1]
+    for count, (name, each) in zip(counts, measured.items(), strict=True):
+        found[f"memory_{count}_gib"] = servers.running[name].memory()
+        found[f"itl_{count}_ms"] = statistics.median(figures.itl for figures in each) * 1e3
+    for what, unit in (("start", "s"), ("memory", "gib"), ("itl", "ms")):
+        one, every = (found[f"{what}_{count}_{unit}"] for count in counts)
+        if min(one, every) >= _SHORTEST_MS:
+            found[f"{what}_ratio"] = every / one
+    return found
 
 
 @dataclass
@@ -240,33 +266,48 @@ class Part:
     measure: Callable[[Servers], Awaitable[dict[str, Any]]]
 
 
-def parts(options: argparse.Namespace) -> list[Part]:
-    shape, count = SHAPES[options.shape], max(options.batch, 2 * _NUM_FIRST)
+def parts(options: argparse.Namespace, peer: peers.Peer, precision: str) -> list[Part]:
+    """Those about the same targets share their servers. `many` is only measured at the first precision, and of peers
+    only the first targets: vLLM's batches with adapters take minutes on CPUs."""
+    shape, used = SHAPES[options.shape], options.batch
+    unused = used + 1 + _NUM_FIRST  # without the first one, which only warms up
 
     def made(targets: str, most: int) -> list[Path]:
         return make_adapters(shape, targets, most, options.cache)
 
+    async def with_adapters(servers: Servers, targets: str) -> tuple[str, list[Path]]:
+        """The server with adapters for these targets, and all adapters that it gets."""
+        name, folders = f"with {targets}", made(targets, unused + _NUM_FIRST)
+        servers.stop_all("without", name)
+        await servers.start(name, flags(servers.peer, folders[:unused], min(32, used), len(folders)))
+        return name, folders
+
     found: list[Part] = []
-    for targets in options.targets:
+    for targets in options.targets if isinstance(peer, peers.Quire) else options.targets[:1]:
 
         async def batch(servers: Servers, targets: str = targets) -> dict[str, Any]:
-            return await batches(servers, made(targets, count)[: options.batch])
+            name, folders = await with_adapters(servers, targets)
+            return await batches(servers, name, folders[:used])
 
         async def first(servers: Servers, targets: str = targets) -> dict[str, Any]:
-            folders = made(targets, count)
-            return await firsts(servers, folders[:-_NUM_FIRST], folders[-_NUM_FIRST:])
+            name, folders = await with_adapters(servers, targets)
+            return await firsts(servers, name, folders[used:unused], folders[unused:])
 
         found += [Part("batch", targets, batch), Part("first", targets, first)]
 
     async def registered(servers: Servers) -> dict[str, Any]:
+        servers.stop_all()
         return await many(servers, made("qv", options.registered))
 
-    found.append(Part("many", "qv", registered))
-    return [each for each in found if options.only in (None, each.name)]
+    if precision == options.precision[0]:
+        found.append(Part("many", "qv", registered))
+    return [each for each in found if options.only is None or each.name in options.only]
 
 
-async def measure(options: argparse.Namespace, peer: type[peers.Peer], given: Path | None) -> dict[str, Any]:
-    """All parts of one kind of server; a part that fails says why."""
+async def measure(
+    options: argparse.Namespace, peer: type[peers.Peer], given: Path | None, precision: str
+) -> dict[str, Any]:
+    """All parts of one kind of server at a precision; a part that fails says why."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # the servers are stopped, too
@@ -274,38 +315,50 @@ async def measure(options: argparse.Namespace, peer: type[peers.Peer], given: Pa
     if found is None:
         return {"failure": f"not installed: {peer.remedy}"}
     results: dict[str, Any] = {"version": found.version()}
-    for part in parts(options):
-        servers = Servers(options, found)
-        name = f"{part.name}, {part.targets}"
-        try:
-            results[name] = await part.measure(servers)
-        except (RequestFailed, RuntimeError, OSError) as failure:
-            results[name] = {"failure": str(failure)}
-        finally:
-            servers.stop_all()
-        print(found.name, name, json.dumps(results[name], indent=1), file=sys.stderr, flush=True)
+    servers = Servers(options, found, precision)
+    try:
+        for part in parts(options, found, precision):
+            name, begun = f"{part.name}, {part.targets}", time.perf_counter()
+            try:
+                results[name] = await part.measure(servers)
+            except NotStarted as failure:
+                results["failure"] = str(failure)
+                break
+            except (RequestFailed, RuntimeError, OSError) as failure:
+                results[name] = {"failure": str(failure)}
+                servers.stop_all()
+            seconds = time.perf_counter() - begun
+            print(
+                found.name, precision, name, json.dumps(results[name]), f"{seconds:.0f} s", file=sys.stderr, flush=True
+            )
+    finally:
+        servers.stop_all()
     return results
 
 
 def document(options: argparse.Namespace, results: dict[str, dict[str, Any]]) -> str:
     """A table for each part, and how it was made."""
     shape = SHAPES[options.shape]
-    lines = [
-        "# Adapters",
-        "",
-        "`benchmarks/lora.py --write` writes this page: change the program, not the page.",
-        "",
-        *textwrap.wrap(
-            f"Random weights in the shape of {shape.name}, {options.precision}; adapters of rank {RANK} for queries "
-            f"and values (`qv`) or for all linear layers (`all`); {options.threads} threads. `without`: a server "
-            f"without adapters. On a server with adapters, {options.batch} requests of {options.prompt} tokens in and "
-            f"{options.output} out use none (`base`), the same one (`one`), or different ones (`each`). A `ratio` is "
-            f"the speed as a share of that of `without`, the median over {options.rounds} rounds; `itl_ratio` is of "
-            "the time between tokens alone.",
-            120,
-        ),
-        "",
+    paragraphs = [
+        f"Random weights in the shape of {shape.name}; adapters of rank {RANK} in bfloat16, for queries and values "
+        f"(`qv`) or for all linear layers (`all`); {options.threads} threads. A `ratio` is the median over rounds.",
+        f"**batch**: {options.batch} requests of {options.prompt} tokens in and {options.output} out, all at once, in "
+        f"up to {options.rounds} rounds, the last of which begins within {options.limit:g} s: on a server without "
+        "adapters (`without`), and on one with them, of the base (`base`), with the same adapter (`one`) and each with "
+        "another (`each`). A `ratio` is the speed as a share of that of `without`; `itl_ratio` is of the time between "
+        "tokens alone.",
+        "**first**: the time to the first token with an adapter that was loaded (`from_memory`), then again "
+        "(`on_device`), and by how much the first one is later; and with one that was registered when the server "
+        "started (`registered`), which Quire reads at that moment, and vLLM has in memory.",
+        f"**many**: servers with 1 and with {options.registered} registered adapters: seconds until the first token "
+        f"(the best of {options.starts} starts), memory of all processes, and the time between tokens of a batch with "
+        f"one adapter; a `ratio` is {options.registered} / 1. At the first precision only.",
     ]
+    if options.rounds < _FEWEST_ROUNDS:
+        paragraphs.insert(0, "**This was a trial run: it has too few rounds for figures that mean anything.**")
+    lines = ["# Adapters", "", "`benchmarks/lora.py --write` writes this page: change the program, not the page.", ""]
+    for paragraph in paragraphs:
+        lines += [*textwrap.wrap(paragraph, 120, break_on_hyphens=False), ""]
     names = list(dict.fromkeys(name for found in results.values() for name in found if ", " in name))
     for name in names:
         measured = {server: found[name] for server, found in results.items() if name in found}
@@ -314,13 +367,19 @@ def document(options: argparse.Namespace, results: dict[str, dict[str, Any]]) ->
             for each in dict.fromkeys(column for found in measured.values() for column in found)
             if each not in ("rounds", "failure")
         ]
-        lines += [f"## {name}", "", f"| server | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
-        for server, found in measured.items():
-            cells = [_cell(each, found[each]) if each in found else "" for each in columns]
-            lines.append(f"| {server} {results[server]['version']} | {' | '.join(cells)} |")
-        lines += ["", *(f"- {server}: {found['failure']}" for server, found in measured.items() if "failure" in found)]
-    lines += [f"- {server}: {found['failure']}" for server, found in results.items() if "failure" in found]
-    return "\n".join([*lines, "", *provenance()]) + "\n"
+        servers = " | ".join(measured)
+        lines += [f"## {name}", "", f"| | {servers} |", "|---|" + "---:|" * len(measured)]
+        for column in columns:
+            cells = [_cell(column, found[column]) if column in found else "" for found in measured.values()]
+            lines.append(f"| {column} | {' | '.join(cells)} |")
+        lines += ["", *_failures(measured)]
+    return "\n".join([*lines, *_failures(results), "## Notes", "", *provenance()]) + "\n"
+
+
+def _failures(results: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What failed, and the ends of the reasons."""
+    found = [(server, " ".join(each["failure"].split())) for server, each in results.items() if "failure" in each]
+    return [f"- {server}: {reason[-300:]}" for server, reason in found] + [""] * bool(found)
 
 
 def _cell(name: str, value: float) -> str:
@@ -332,13 +391,20 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help="where a peer is installed")
     parser.add_argument("--servers", nargs="+", choices=[peer.name for peer in _SERVERS], help="default: all")
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
-    parser.add_argument("--precision", choices=("f32", "16-bit", "int8"), default="int8")
+    choices = ("f32", "16-bit", "int8")
+    parser.add_argument(
+        "--precision", nargs="+", choices=choices, default=["int8", "16-bit"], help="default: int8, 16-bit"
+    )
     parser.add_argument("--targets", nargs="+", choices=_TARGETS, default=list(_TARGETS), help="default: all")
-    parser.add_argument("--only", choices=("batch", "first", "many"), help="a part of the figures")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=("batch", "first", "many"), help="parts of the figures")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--limit", type=float, default=90, metavar="SECONDS", help="begin no further round after so long"
+    )
+    parser.add_argument("--starts", type=int, default=2, help="of each server of the part `many`; the fastest counts")
     parser.add_argument("--batch", type=int, default=32, help="requests at once, and adapters")
     parser.add_argument("--prompt", type=int, default=32, help="tokens")
-    parser.add_argument("--output", type=int, default=96, help="tokens")
+    parser.add_argument("--output", type=int, default=64, help="tokens")
     parser.add_argument("--registered", type=int, default=500, help="adapters of the part `many`")
     parser.add_argument("--threads", type=int, default=2, help="of every server")
     parser.add_argument("--start-limit", type=float, default=420, metavar="SECONDS")
@@ -350,9 +416,10 @@ def main() -> None:
     options.cache.mkdir(parents=True, exist_ok=True)
     places = {name: Path(path).absolute() for name, _, path in (pair.partition("=") for pair in options.peer)}
     results: dict[str, dict[str, Any]] = {}
-    for peer in _SERVERS:
+    for precision, peer in itertools.product(options.precision, _SERVERS):
         if options.servers is None or peer.name in options.servers:
-            results[peer.name] = asyncio.run(measure(options, peer, places.get(peer.name)))
+            found = asyncio.run(measure(options, peer, places.get(peer.name), precision))
+            results[f"{peer.name} {found.pop('version', '')}, {precision}"] = found
             if options.write:  # keep the figures of an interrupted run
                 options.write.write_text(document(options, results))
     print(document(options, results))

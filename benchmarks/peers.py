@@ -55,6 +55,8 @@ class Peer(ABC):
     writes: ClassVar[str] = ""
     """The precision whose model other servers read as well."""
     path: ClassVar[str] = "/v1/completions"
+    has_watchdog: ClassVar[bool] = False
+    """Whether it restarts parts of it that have been suspended."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -105,6 +107,7 @@ class Quire(Peer):
         "q4_k_m": "llama.cpp's file",
     }
     writes: ClassVar = "4-bit"
+    has_watchdog: ClassVar = True
 
     @classmethod
     def find(cls, given: Path | None) -> Path | None:
@@ -521,7 +524,7 @@ class Server:
         before = self._cpu_seconds()
         await asyncio.sleep(seconds)
         share = (self._cpu_seconds() - before) / seconds
-        self.spins = share > 0.05
+        self.spins = share > 0.05 and not self.peer.has_watchdog
         return share
 
     def _cpu_seconds(self) -> float:

@@ -45,6 +45,8 @@ class LoadAdapterRequest(_SmallBody):
     """The name of the base, for `parent` in `/v1/models`."""
     load_inplace: bool = False
     """Replace the adapter that has the name. Requests that are running go on with the old one."""
+    pinned: bool = False
+    """Keep it in the memory of every host until it is unloaded."""
     is_3d_lora_weight: bool = False
     """vLLM's layout of experts' weights. Ignored: the files show it."""
 
@@ -66,7 +68,7 @@ class SGLangLoadRequest(_SmallBody):
     lora_path: _Path
     """See `/v1/load_lora_adapter`."""
     pinned: bool = False
-    """Only false is supported: adapters stay on devices as long as requests use them."""
+    """See `/v1/load_lora_adapter`."""
 
 
 class SageMakerRequest(_SmallBody):
@@ -81,7 +83,7 @@ class SageMakerRequest(_SmallBody):
     preload: bool = True
     """Only true is supported."""
     pin: bool = False
-    """Only false is supported."""
+    """Like `pinned` of `/v1/load_lora_adapter`."""
 
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, dependencies=[AdminOrLocal])
@@ -91,7 +93,8 @@ async def load_lora_adapter(body: LoadAdapterRequest, state: AppState) -> Respon
     Needs an admin key. On a server without keys, clients must be on its host, and no other web pages.
     """
     body.check_fields()
-    await _load(state, body.lora_name, body.lora_path, in_place=body.load_inplace, parent=body.base_model_name or "")
+    parent = body.base_model_name or ""
+    await _load(state, body.lora_name, body.lora_path, in_place=body.load_inplace, parent=parent, is_pinned=body.pinned)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -110,8 +113,7 @@ async def unload_lora_adapter(body: UnloadAdapterRequest, state: AppState) -> Re
 async def sglang_load(body: SGLangLoadRequest, state: AppState) -> Response:
     """SGLang's route: like `/v1/load_lora_adapter`. Errors have the format of all other routes."""
     body.check_fields()
-    _check_only(body.pinned is False, "pinned")
-    await _load(state, body.lora_name, body.lora_path)
+    await _load(state, body.lora_name, body.lora_path, is_pinned=body.pinned)
     return _loaded(state)
 
 
@@ -127,17 +129,17 @@ async def sglang_unload(body: UnloadAdapterRequest, state: AppState) -> Response
 async def sagemaker_load(body: SageMakerRequest, state: AppState) -> Response:
     """SageMaker's route: like `/v1/load_lora_adapter`."""
     body.check_fields()
-    _check_only(body.preload is True, "preload")
-    _check_only(body.pin is False, "pin")
-    await _load(state, body.name, body.src, in_place=body.load_inplace)
+    if not body.preload:
+        raise InvalidParameter("preload is not supported with this value", "preload")
+    await _load(state, body.name, body.src, in_place=body.load_inplace, is_pinned=body.pin)
     return PlainTextResponse(f"Adapter {body.name} registered")
 
 
 @router.get("/adapters")
 async def sagemaker_list(state: AppState) -> Response:
     """SageMaker's list of adapters, all of them on one page."""
-    found = [{"name": each.name, "src": each.path, "pin": False} for each in state.frontend.adapters.named.values()]
-    return json_response({"adapters": found})
+    named = state.frontend.adapters.named.values()
+    return json_response({"adapters": [{"name": each.name, "src": each.path, "pin": each.is_pinned} for each in named]})
 
 
 @router.delete("/adapters/{name:path}", response_class=PlainTextResponse, dependencies=[AdminOrLocal])
@@ -147,17 +149,15 @@ async def sagemaker_unload(name: str, state: AppState) -> Response:
     return PlainTextResponse(f"Adapter {name} unregistered")
 
 
-def _check_only(is_supported: bool, name: str) -> None:
-    if not is_supported:
-        raise InvalidParameter(f"{name} is not supported with this value", name)
-
-
-async def _load(state: ServedModel, name: str, path: str, *, in_place: bool = False, parent: str = "") -> NamedAdapter:
+async def _load(
+    state: ServedModel, name: str, path: str, *, in_place: bool = False, parent: str = "", is_pinned: bool = False
+) -> NamedAdapter:
     upload = None
     if path.startswith("file-") and state.uploads is not None:
         found = await state.uploads.run(state.uploads.get, current_key(), path)
         upload = str(state.uploads.path(current_key(), found.id))
-    return await state.frontend.adapters.load(name, path, in_place=in_place, upload=upload, parent=parent)
+    adapters = state.frontend.adapters
+    return await adapters.load(name, path, in_place=in_place, upload=upload, parent=parent, is_pinned=is_pinned)
 
 
 async def _unload(state: ServedModel, name: str) -> None:

@@ -19,12 +19,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.supervision import NamedAdapter
 from quire.server.client.adapter_metrics import AdapterMetrics
+from quire.server.client.output_stream import EngineUnavailable
 from quire.server.config.server_options import LORA_DISK_GB, AdapterOptions
 from quire.server.serving.adapter_files import (
     AdapterQuestion,
@@ -113,17 +116,22 @@ class AdapterRegistry:
         self,
         model: ModelConfig,
         settings: AdapterSettings,
-        prepare: Callable[[AdapterRef], Awaitable[str]],
+        prepare: Callable[[AdapterRef, bool], Awaitable[str]],
+        pin: Callable[[list[bytes]], None],
         *,
         is_enabled: bool,
         metrics: AdapterMetrics,
         change: Change | None = None,
     ) -> None:
-        """`prepare` lets the replicas read an adapter, and returns the error. Without `change`, this process is the
-        only one that knows the names."""
+        """`prepare` lets the replicas read an adapter, and keep it in memory if that is true, and returns the error;
+        `pin` tells them which ones to keep. Without `change`, this process is the only one that knows the names."""
         self.is_enabled = is_enabled
         metrics.is_named = lambda name: name in self._named
-        self._settings, self._prepare, self._metrics = settings, prepare, metrics
+        self._settings, self._prepare, self._pin, self._metrics = settings, prepare, pin, metrics
+        self._pinned: list[bytes] = []
+        """What replicas were told to keep."""
+        self._pinning: dict[object, bytes] = {}
+        """Adapters of loads that have begun, which are pinned."""
         self._change: Change = self._change_here if change is None else change
         self._loop = asyncio.get_running_loop()
         self._named: dict[str, NamedAdapter] = {}
@@ -227,6 +235,7 @@ class AdapterRegistry:
                     self._missing.popitem(last=False)
             raise refusal from None
         new = self._describe(name, name if old is None else old.path, adapter, old)
+        new = msgspec.structs.replace(new, is_pinned=old is not None and old.is_pinned)
         await self._change(name, old, new)  # or else another process was earlier
         return self._named.get(name)
 
@@ -253,10 +262,18 @@ class AdapterRegistry:
                 raise ConfigError(f"--lora-modules {named.name}={named.path}: {found}")
 
     async def load(
-        self, name: str, path: str, *, in_place: bool = False, upload: str | None = None, parent: str = ""
+        self,
+        name: str,
+        path: str,
+        *,
+        in_place: bool = False,
+        upload: str | None = None,
+        parent: str = "",
+        is_pinned: bool = False,
     ) -> NamedAdapter:
         """Load an adapter under a name; `upload` is the file of a GGUF adapter that was uploaded. Returns when every
-        replica has read it. Raises `InvalidParameter`.
+        replica has read it. If it `is_pinned`, they keep it until the name means another one, or none. Raises
+        `InvalidParameter`, and `EngineUnavailable` if a replica cannot read it now.
         """
         self.check_enabled("lora_name")
         if not _is_valid(name):
@@ -272,19 +289,23 @@ class AdapterRegistry:
             source = AdapterSource(upload, is_gguf=True)
         else:
             source = await asyncio.to_thread(self._allowed, path)
-        begun, old = time.monotonic(), self._free(name, in_place=in_place)
+        begun, load, old = time.monotonic(), object(), self._free(name, in_place=in_place)
         try:
-            adapter = await self._opened(name, source)
+            adapter = await self._opened(name, source, load if is_pinned else None)
+            while True:
+                new = msgspec.structs.replace(self._describe(name, path, adapter, old, parent), is_pinned=is_pinned)
+                if await self._change(name, old, new):
+                    break
+                old = self._free(name, in_place=in_place)
         except ConfigError as error:
             text = str(error).replace(source.path, path)
             raise InvalidParameter(f"the adapter cannot be loaded: {text}", "lora_path") from None
-        while True:
-            new = self._describe(name, path, adapter, old, parent)
-            if await self._change(name, old, new):
-                self._metrics.load(time.monotonic() - begun)
-                logger.info("loaded the adapter %s from %s", ascii(name), ascii(path))
-                return new
-            old = self._free(name, in_place=in_place)
+        finally:
+            self._pinning.pop(load, None)
+            self._tell_pinned()
+        self._metrics.load(time.monotonic() - begun)
+        logger.info("loaded the adapter %s from %s", ascii(name), ascii(path))
+        return new
 
     def _free(self, name: str, *, in_place: bool) -> NamedAdapter | None:
         """Return what a name means that may mean something else from now on. Raises `InvalidParameter`."""
@@ -339,6 +360,7 @@ class AdapterRegistry:
             self._named[name] = adapter  # where the old one was, in the list of models
             if adapter.ref is not None and len(adapter.ref.paths) == 1:
                 self._hold(adapter.ref.digest)
+        self._tell_pinned()
         if old is None or old.ref is None:
             return None
         self._release_copy(old.ref.digest)
@@ -348,6 +370,14 @@ class AdapterRegistry:
         for key, unused in zip(keys, waiting, strict=True):
             self._unused.setdefault(key, []).append(unused)
         return asyncio.gather(*waiting)
+
+    def _tell_pinned(self) -> None:
+        """Let replicas know what to keep, if that has changed."""
+        named = [each.ref.digest for each in self._named.values() if each.ref is not None and each.is_pinned]
+        pinned = [*dict.fromkeys((*named, *self._pinning.values()))]
+        if pinned != self._pinned:
+            self._pinned = pinned
+            self._pin(pinned)
 
     async def _change_here(self, name: str, old: NamedAdapter | None, new: NamedAdapter | None) -> bool:
         """The change of a process that is the only one."""
@@ -368,15 +398,27 @@ class AdapterRegistry:
 
     # --- files ----------------------------------------------------------------------------------------------------
 
-    async def _opened(self, name: str, source: AdapterSource, *, is_request: bool = False) -> RequestAdapter:
-        """Open an adapter, and let all replicas read it. Raises `ConfigError`."""
+    async def _opened(
+        self, name: str, source: AdapterSource, pinning: object = None, *, is_request: bool = False
+    ) -> RequestAdapter:
+        """Open an adapter, and let all replicas read it. `pinning` is the load for which they keep it. Raises
+        `ConfigError`, and `EngineUnavailable`."""
+        path = source.path
         try:
-            adapter = self._use(name, source.path, await self._open(source, is_request=is_request))
-            if error := await self._prepare(adapter.ref):
-                raise ConfigError(error)
+            adapter = self._use(name, path, await self._open(source, is_request=is_request))
+            path = adapter.ref.paths[-1]  # of an upload, it is a copy
+            if pinning is not None:
+                self._pinning[pinning] = adapter.ref.digest
+                self._tell_pinned()
+            if error := await self._prepare(adapter.ref, pinning is not None):
+                raise ConfigError(error.replace(path, source.path))
         except ConfigError:
             self._metrics.fail()
             raise
+        except EngineUnavailable as error:
+            self._metrics.fail()
+            text = str(error).replace(path, name).replace(source.path, name)
+            raise EngineUnavailable(text, error.reason) from None
         return adapter
 
     async def _open(self, source: AdapterSource, *, is_request: bool = False) -> OpenedAdapter:

@@ -112,6 +112,7 @@ class Frontend:
             config.model,
             adapters or AdapterSettings((name,)),
             self.client.prepare_adapter,
+            self.client.pin_adapters,
             is_enabled=config.lora is not None,
             metrics=self.metrics.adapters,
             change=change_adapter,
@@ -129,8 +130,6 @@ class Frontend:
         self._seeds = random.Random(
             f"{config.model.seed}/{process_info.index}" if process_info.index else config.model.seed
         )
-        self._num_resets = 0
-        """How often the prefix cache has been reset."""
         self._seconds: dict[str, float] = {}
         self._loading = asyncio.create_task(asyncio.to_thread(self._load, formats))
         self._loading.add_done_callback(self._limit)
@@ -270,12 +269,13 @@ class Frontend:
             raise InvalidParameter("this server has a fixed number of replicas", "data_parallel_size")
         await self.ask_resize(count, drain_seconds)
 
-    def reset_prefix_cache(self) -> None:
-        """Let no later request of this process use what the prefix cache has now.
+    async def reset_prefix_cache(self, *, resets_stores: bool = False) -> str:
+        """Let no later request use what the prefix caches of all replicas have now, nor with `resets_stores` the KV
+        stores of their hosts. Running requests go on. Returns an error; empty if there was none.
 
-        Blocks are found by their content and salt: later requests get another salt, and the old blocks age out.
+        Raises `EngineUnavailable`.
         """
-        self._num_resets += 1
+        return await self.client.reset_prefix_cache(clears_stores=resets_stores)
 
     async def probe(self) -> None:
         """Return when the engine loop and every rank have answered; raises `EngineUnavailable` if they do not."""
@@ -367,8 +367,6 @@ class Frontend:
         engine_ids = [ENGINE_ID.format(request_id, at, serial, process) for at in range(len(sequences))]
         # The engine sees no text: a salt has the length of a prefix cache hash.
         salt = blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest() if cache_salt else b""
-        if self._num_resets:
-            salt = blake2b(b"%d/%b" % (self._num_resets, salt), digest_size=16).digest()
         requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]
         starts: Sequence[int | None] = ()
         if (adapter := given.adapter) is not None:

@@ -73,7 +73,7 @@ async def load(server: Server, name: str, path: str, **fields: Any) -> tuple[int
 
 async def test_names_choose_adapters_in_every_api(lora: EngineConfig, tmp_path: Path) -> None:
     pirate = write(tmp_path / "pirate", 1)
-    fields = {"name": "p2", "path": str(pirate), "base_model_name": "alias", "is_3d_lora_weight": True}
+    fields = {"name": "p2", "path": str(pirate), "base_model_name": "alias", "is_3d_lora_weight": True, "pinned": True}
     modules = (f"pirate={pirate}", json.dumps(fields))
     async with run_server(lora, lora_modules=modules, lora_root=str(tmp_path)) as server:
         await server.frontend.adapters.check()
@@ -98,6 +98,11 @@ async def test_names_choose_adapters_in_every_api(lora: EngineConfig, tmp_path: 
         listed = {each.id: each.model_dump() for each in (await server.openai.models.list()).data}
         assert listed["pirate"]["parent"] == "echo"
         assert listed["p2"]["parent"] == "alias"
+        assert {each.name: each.is_pinned for each in server.frontend.adapters.named.values()} == {
+            "pirate": False,
+            "p2": True,
+        }
+        assert server.frontend.adapters._pinned == [open_adapter(pirate).digest]
         assert listed["pirate"]["root"] == str(pirate)
         assert listed["pirate"]["digest"] == open_adapter(pirate).digest.hex()
         with pytest.raises(openai.NotFoundError, match="'none' does not exist; available: echo or alias or pirate"):
@@ -176,8 +181,40 @@ async def test_other_servers_routes(lora: EngineConfig, tmp_path: Path) -> None:
         assert await answer(server, "echo:b") == await answer(server, "b")
         with pytest.raises(openai.NotFoundError):
             await answer(server, "echo:none")
-        refused = await post("/load_lora_adapter", json={"lora_name": "c", "lora_path": "a", "pinned": True})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "pinned")
+        refused = await post("/adapters", json={"name": "d", "src": "a", "preload": False})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "preload")
+
+
+async def test_pinned_adapters_stay_in_memory_until_they_have_no_name(lora: EngineConfig, tmp_path: Path) -> None:
+    """Replicas pin as many as there is room for; a refused one leaves no pin behind."""
+    for name in "abc":
+        write(tmp_path / name, ord(name))
+    async with run_server(lora, lora_root=str(tmp_path)) as server:
+        post = server.http.post
+        assert (await load(server, "a", "a", pinned=True))[0] == 200
+        assert (await post("/load_lora_adapter", json={"lora_name": "a2", "lora_path": "a", "pinned": True})).is_success
+        assert (await post("/adapters", json={"name": "b", "src": "b", "pin": True})).is_success
+        for _ in range(2):
+            status, text = await load(server, "c", "c", pinned=True)
+            assert (status, "too many are pinned" in text) == (400, True)
+        assert (await load(server, "c", "c"))[0] == 200
+        assert (await post("/unload_lora_adapter", json={"lora_name": "a"})).is_success
+        listed = (await server.http.get("/adapters")).json()["adapters"]
+        assert {each["name"]: each["pin"] for each in listed} == {"a2": True, "b": True, "c": False}
+        assert (await load(server, "c", "c", pinned=True, load_inplace=True))[0] == 400  # a2 has the weights of a
+        assert (await load(server, "a2", "a", load_inplace=True))[0] == 200
+        assert (await load(server, "c", "c", pinned=True, load_inplace=True))[0] == 200
+
+
+async def test_a_replica_that_cannot_read_now_is_no_fault_of_the_adapter(lora: EngineConfig, tmp_path: Path) -> None:
+    write(tmp_path / "unlucky")
+    async with run_server(lora, lora_root=str(tmp_path), lora_resolver="root") as server:
+        for _ in range(2):
+            assert await load(server, "a", "unlucky") == (503, "no memory left")
+            with pytest.raises(openai.InternalServerError, match="no memory left"):
+                await server.openai.with_options(max_retries=0).completions.create(model="unlucky", prompt="hello")
+        assert not server.frontend.adapters.named
+        assert 'adapter_load_errors_total{model_name="echo"} 4.0' in server.frontend.metrics.exposition().decode()
 
 
 @pytest.mark.parametrize("padding", [0, 70_000], ids=["small", "large"])
@@ -359,6 +396,7 @@ async def test_without_enable_lora(config: EngineConfig, tmp_path: Path) -> None
         (('{"name": "a"}',), "expected NAME=PATH"),
         (('{"name": "a", "path": "x", "rank": 8}',), "rank is not supported"),
         (('{"name": "a", "path": "x", "base_model_name": "b"}',), "base_model_name: b is not echo"),
+        (('{"name": "a", "path": "x", "pinned": 1}',), "pinned: expected true or false"),
     ],
 )
 def test_modules_that_are_refused(modules: tuple[str, ...], reason: str) -> None:

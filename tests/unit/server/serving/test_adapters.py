@@ -32,7 +32,7 @@ def write(folder: Path, seed: int = 0, **settings: Any) -> Path:
     return write_adapter(folder, SHAPES, SETTINGS | settings, seed=seed)
 
 
-async def prepare(ref: AdapterRef) -> str:
+async def prepare(ref: AdapterRef, pins: bool) -> str:
     return ""
 
 
@@ -45,7 +45,7 @@ async def start(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(root: Path | None = None, resolver: str = "off") -> AdapterRegistry:
         settings = AdapterSettings(("base",), None if root is None else str(root), resolver)
         metrics = Mock(spec=AdapterMetrics)
-        started.append(AdapterRegistry(config.model, settings, prepare, is_enabled=True, metrics=metrics))
+        started.append(AdapterRegistry(config.model, settings, prepare, Mock(), is_enabled=True, metrics=metrics))
         return started[-1]
 
     yield start
@@ -82,6 +82,32 @@ async def test_requests_leave_names_for_operators(
     assert [await registry.find(name) is not None for name in "abc"] == [True, True, False]
     await registry.load("c", "c")
     assert await registry.find("c") is not None
+
+
+async def test_replicas_keep_what_is_loaded_to_be_pinned(start: Start, tmp_path: Path) -> None:
+    """From the load on, whatever else becomes pinned meanwhile; no longer if the load fails."""
+    for number, name in enumerate("ab"):
+        write(tmp_path / name, number)
+    registry, asked, ready = start(tmp_path), asyncio.Event(), asyncio.Event()
+    pin = registry._pin = Mock()
+
+    async def prepare_late(ref: AdapterRef, pins: bool) -> str:
+        asked.set()
+        await ready.wait()
+        return "no memory"
+
+    registry._prepare = prepare_late
+    first = asyncio.create_task(registry.load("a", "a", is_pinned=True))
+    await asked.wait()
+    ((digests,),) = (call.args for call in pin.call_args_list)
+    registry._prepare = prepare
+    second = (await registry.load("b", "b", is_pinned=True)).ref
+    assert second is not None
+    assert sorted(pin.call_args.args[0]) == sorted([*digests, second.digest])
+    ready.set()
+    with pytest.raises(InvalidParameter, match="no memory"):
+        await first
+    assert pin.call_args.args[0] == [second.digest]
 
 
 async def test_repositories_are_not_folders(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
