@@ -63,12 +63,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
-from quire.engine.cluster.file_digests import digests
 from quire.engine.cluster.handshake import weight_files
 from quire.engine.cluster.network import tcp_url
 from quire.engine.cluster.security import EVENTS, Dropped, Security
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.weights_digest import digests
 
 LOST_SECONDS = 15.0
 """Default of --cluster-timeout-seconds."""

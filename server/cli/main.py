@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         ("quantize", "write a model with 16-bit weights as a quantized one", "MODEL OUT [flags]"),
         ("merge", "write a model with an adapter (LoRA) merged into its weights", "BASE ADAPTER OUT [flags]"),
+        ("kv", "list, verify or clear the KV that servers have stored on disk", "list|verify|clear PATH [flags]"),
         ("doctor", "check a host, or the hosts of a cluster, before serving", "[flags]"),
         ("chat", "chat with a running server", "[flags]"),
         ("complete", "complete texts with a running server", "[flags]"),

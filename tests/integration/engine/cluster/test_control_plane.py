@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import select
 import signal
@@ -15,21 +14,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import msgspec
 import psutil
 import pytest
 import zmq
 
-from quire.engine.cluster import control_plane, file_digests, handshake, network
+from quire.engine.cluster import control_plane, handshake, network
 from quire.engine.cluster.control_plane import LinkEnded, WakeQueue, WeightDigests
-from quire.engine.cluster.file_digests import digests
 from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello, compare
 from quire.engine.cluster.leader import Leader
 from quire.engine.distributed.link_store import LinkStore
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.weights_digest import digests
 
 TOKEN = "a token for tests only"
 NODE_0 = Hello(name="node 0 (here)", number=0)
@@ -493,29 +491,6 @@ def test_a_failure_that_cannot_heal_is_told(three: Host) -> None:
     with pytest.raises(LinkEnded) as ended:
         follower.receive(10)
     assert (ended.value.reason, ended.value.is_final) == ("it does not fit", True)
-
-
-def test_a_file_is_hashed_once_for_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_digests, "_MIN_BYTES", 1)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"1")
-    count, compute = [0], hashlib.file_digest
-
-    def counted(*arguments: Any) -> Any:
-        count[0] += 1
-        return compute(*arguments)
-
-    monkeypatch.setattr(hashlib, "file_digest", counted)
-    first = digests([file])
-    assert first == {"model.safetensors": hashlib.sha256(b"1").hexdigest()}
-    assert (digests([file]), count) == (first, [1])
-    other = tmp_path / "other"
-    other.write_bytes(b"2")
-    other.rename(file)
-    assert (digests([file]), count) == ({"model.safetensors": hashlib.sha256(b"2").hexdigest()}, [2])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # not a folder
-    assert (digests([file]), count) == ({"model.safetensors": hashlib.sha256(b"2").hexdigest()}, [3])
 
 
 def test_a_queue_wakes_who_polls_it() -> None:

@@ -1,5 +1,8 @@
-"""Digests of whole files. A large file's is computed once for each version of it, which its inode and times tell, and
-kept in `quire/digests` in the user's cache folder."""
+"""Digests of whole files, and of a model's weights. No torch.
+
+A large file's digest is computed once for each version of it, which its inode and times tell, and kept in
+`quire/digests` in the user's cache folder.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
+from quire.engine.repository import gguf_folder, model_files
+
 _THREADS = 8
 _MIN_BYTES = 64 << 20
 """Size from which a file's digest is kept."""
@@ -21,6 +26,21 @@ _LOCK_SECONDS = 300.0
 """Time in which another process should have computed a digest."""
 _LOWEST_PRIORITY = 19
 """nice(2)"""
+
+
+def weights_digest(folder: Path, load_format: str) -> bytes:
+    """Return a digest of the model in `folder`: of all bytes of the files that the weights are read from, and of the
+    settings and code beside them. It may take minutes the first time. Raises `OSError` and `ConfigError`.
+    """
+    if load_format == "gguf":  # the folder is written for the file, and names its path
+        files = {tensor.file for tensor in gguf_folder.headers(folder).values()}
+    else:
+        files = {folder / "config.json", *folder.glob("*.py")}
+        if load_format == "pt":
+            files.update(model_files.torch_files(folder))
+        elif load_format != "dummy":
+            files.update(tensor.file for tensor in model_files.read_headers(folder, load_format).values())
+    return hashlib.sha256(repr(sorted(digests(sorted(files)).values())).encode()).digest()
 
 
 def digests(files: Sequence[Path]) -> dict[str, str]:

@@ -1,0 +1,12 @@
+"""The checksum of an entry's bytes, in memory, on disk and on the wire."""
+
+from __future__ import annotations
+
+from xxhash import xxh3_128_digest
+
+CHECKSUM_BYTES = 16
+
+
+def checksum(content: bytes | bytearray | memoryview) -> bytes:
+    """Return `CHECKSUM_BYTES` bytes that are others when the content has changed by accident (XXH3, 128 bits)."""
+    return xxh3_128_digest(content)

@@ -1,0 +1,239 @@
+"""The process of a host's KV store: `quire-kv-store`.
+
+One thread has the store (`KVStore`). It is woken by messages of cores and of the supervisor, and by jobs that ended in
+other threads. The disk tier joins when the digest of the model's weights is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire.engine.config.kv_layout import KVLayout, kv_layout
+from quire.engine.config.memory_plan import format_bytes
+from quire.engine.kv_store.disk import SCAN_SECONDS, DiskTier, signature_of
+from quire.engine.kv_store.launch import KVStoreArgs
+from quire.engine.kv_store.store import KVStore, Lane
+from quire.engine.process import current_process, log
+from quire.engine.process.runtime_folder import RuntimeFolder
+from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
+from quire.engine.protocol.errors import ConfigError, reason_of
+from quire.engine.protocol.kv_store import FromStore, ToStore
+from quire.engine.protocol.supervision import Failed, Ready, Reload, ReplicaRemoved, SetLogLevel, Shutdown, ToProcess
+
+_THREADS = {Lane.SUM: 2, Lane.READ: 4, Lane.WRITE: 1}
+_BURST = 64
+"""Messages of cores between two looks at everything else."""
+_FLUSH_SECONDS = 8.0
+"""Time to write to disk, at the end, what only memory has; less than the supervisor waits."""
+_DIGESTING = "the digest of the model's weights is being computed"
+
+logger = logging.getLogger(__name__)
+
+
+class StoreProcess:
+    """The store, its socket and its threads."""
+
+    def __init__(self, args: KVStoreArgs, connection: SupervisorConnection) -> None:
+        """Raises `ConfigError` if there is not enough memory."""
+        config = args.config.kv_store
+        assert config is not None
+        self._connection = connection
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """What other threads want to have called in this one."""
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._pools = {lane: ThreadPoolExecutor(count, f"kv-{lane.name.lower()}") for lane, count in _THREADS.items()}
+        layout = kv_layout(args.config)
+        self._store = KVStore(layout.kinds, config.memory_bytes, self._send, self._submit, on_piece=connection.beat)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        # What a core cannot take is not dropped: it would keep its grants for ever.
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a core that connects again takes the place of its connection
+        self._encode, self._decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder[ToStore](ToStore).decode
+        self._num_jobs = 0
+        self._next_scan = 0.0
+        self._stop_at: float | None = None
+        """When to end without waiting any longer for what is being written; None: not stopping."""
+        self._disk_error = ""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(args.address.removeprefix("ipc://"))
+        self._socket.bind(args.address)
+        threading.Thread(target=self._listen, daemon=True, name="supervisor").start()
+        if config.disk_path:
+            self._store.disk_error = self._disk_error = _DIGESTING
+            threading.Thread(target=self._find_disk, args=(args, layout), daemon=True, name="weights").start()
+        logger.info(
+            "KV store: %s of memory%s, entries of %s",
+            format_bytes(config.memory_bytes),
+            f", {format_bytes(config.disk_bytes)} in {config.disk_path}" * bool(config.disk_path),
+            ", ".join(format_bytes(kind.size) for kind in layout.kinds),
+        )
+
+    def run(self) -> None:
+        """Serve the cores until the supervisor stops this process; then write what only memory has to disk."""
+        poller, next_tick = zmq.Poller(), 0.0
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        while not self._has_ended():
+            if (now := time.monotonic()) >= next_tick:
+                next_tick = now + HEARTBEAT_SECONDS
+                self._connection.beat()
+                self._tick(now)
+            events = dict(poller.poll(max(0, math.ceil((next_tick - now) * 1000))))
+            if self._wake in events:
+                os.eventfd_read(self._wake)
+            with contextlib.suppress(Empty):
+                while True:
+                    self._inbox.get_nowait()()
+            if self._socket in events:
+                self._receive()
+            if self._stop_at is not None:
+                self._store.write(all_now=True)
+
+    def _has_ended(self) -> bool:
+        if self._stop_at is None:
+            return False
+        is_idle = not self._num_jobs and not self._store.num_unwritten and not self._socket.poll(0)
+        return is_idle or time.monotonic() > self._stop_at
+
+    def _receive(self) -> None:
+        for _ in range(_BURST):
+            try:
+                client, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._store.handle(client, self._decode(frame))
+
+    def _send(self, client: bytes, message: FromStore) -> None:
+        self._socket.send_multipart([client, self._encode(message)])  # dropped if the core is gone
+
+    def _tick(self, now: float) -> None:
+        self._store.tick()
+        if self._store.disk is not None and now >= self._next_scan:
+            self._next_scan = float("inf")
+            self._scan(self._store.disk)
+        if (error := self._store.stats().disk_error) != self._disk_error:
+            if error:
+                logger.warning("the disk tier is not in use: %s", error)
+            elif self._disk_error != _DIGESTING:
+                logger.info("the disk tier is in use again")
+            self._disk_error = error
+
+    def _scan(self, disk: DiskTier) -> None:
+        """Look at the files for some time, and again until all have been seen; writes take turns with it."""
+
+        def scanned(has_more: bool) -> None:
+            if has_more and self._stop_at is None:
+                self._scan(disk)
+            else:
+                self._next_scan = time.monotonic() + SCAN_SECONDS
+
+        self._submit(Lane.WRITE, disk.scan, scanned)
+
+    def _find_disk(self, args: KVStoreArgs, layout: KVLayout) -> None:
+        """In a thread: make the disk tier, which may have to read all weights before."""
+        config, start = args.config.kv_store, time.monotonic()
+        assert config is not None
+        try:
+            signature = signature_of(args.config, layout)
+        except ConfigError as error:
+            return self._call(partial(self._lack_disk, str(error)))
+        except Exception as error:  # whatever it is, the memory can be used
+            if not (is_expected := isinstance(error, OSError)):
+                logger.exception("the model's weights cannot be digested")
+            reason = reason_of(error) if is_expected else f"{type(error).__name__}: {error}"
+            return self._call(partial(self._lack_disk, f"the model's weights cannot be read: {reason}"))
+        path, sizes = Path(config.disk_path), [kind.size for kind in layout.kinds]
+        disk = DiskTier(path, config.disk_bytes, signature, sizes, model=str(args.config.model.path))
+        logger.info("the disk tier is in use: the model's weights were digested in %.1f s", time.monotonic() - start)
+        self._call(partial(self._store.use_disk, disk))
+
+    def _lack_disk(self, reason: str) -> None:
+        self._store.disk_error = reason
+
+    def _submit(self, lane: Lane, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Run a job in a thread of a lane (`quire.engine.kv_store.store.Submit`)."""
+
+        def run() -> None:
+            try:
+                result = job()
+            except Exception as error:
+                self._call(partial(_raise, error))
+            else:
+                self._call(partial(self._finish, done, result))
+
+        self._num_jobs += 1
+        self._pools[lane].submit(run)
+
+    def _finish(self, done: Callable[[Any], None], result: Any) -> None:
+        self._num_jobs -= 1
+        done(result)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Have a function called in the thread of the store."""
+        self._inbox.put(function)
+        os.eventfd_write(self._wake, 1)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                self._call(partial(self._obey, self._connection.receive()))
+        self._call(partial(self._obey, Shutdown()))
+
+    def _obey(self, message: ToProcess) -> None:
+        match message:
+            case ReplicaRemoved(replica):
+                self._store.forget_replica(replica)
+            case SetLogLevel(level):
+                log.set_level(level)
+            case Reload(log_config, level):
+                log.reload(log_config, level)
+            case Shutdown() if self._stop_at is None:
+                self._stop_at = time.monotonic() + _FLUSH_SECONDS
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def main() -> None:
+    """Main function of the process."""
+    start, connection = time.monotonic(), SupervisorConnection()
+    args: KVStoreArgs = connection.receive_args()
+    current_process.set_name("quire-kv-store")
+    log.setup(args.log_level, "kv store")
+    folder = RuntimeFolder(args.folder)  # this process may outlive the one that made it
+    os.environ["TMPDIR"] = tempfile.tempdir = args.folder
+    gc.disable()  # nothing here makes cycles, and a collection would visit a million entries
+    code = 0
+    try:
+        process = StoreProcess(args, connection)
+        connection.send(Ready({"kv store": time.monotonic() - start}))
+        process.run()
+    except ConfigError as error:
+        connection.send(Failed(str(error), user_error=True))
+        code = 2
+    except Exception as error:
+        logger.exception("the KV store failed")
+        connection.send(Failed(f"the KV store failed: {type(error).__name__}: {error}"))
+        code = 1
+    folder.remove()
+    sys.stdout.flush()
+    os._exit(code)  # threads that read or write would be waited for
