@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.profile import TracePiece
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
@@ -68,8 +68,9 @@ class Executor(Protocol):
     """Duration of each phase of their start-up."""
     on_trace: Callable[[TracePiece], None]
     """Called, in any thread, with the ranks' traces after a `StopProfile`."""
-    on_adapter: Callable[[AdapterPrepared], None]
-    """Called, in any thread, whether or not steps run, with what each rank answers to `AdapterPlan.prepared`."""
+    on_report: Callable[[RankReport], None]
+    """Called, in any thread, whether or not steps run, with what each rank answers to `AdapterPlan.prepared`
+    and `KVCopyPlan`."""
 
     def submit(self, plan: SchedulerOutput, limit: float) -> StepFuture:
         """Send a plan to every rank. Results must be taken in the same order.

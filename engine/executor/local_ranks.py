@@ -26,9 +26,9 @@ from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.usage import UsageSampler
 from quire.engine.process import log
-from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import EncoderOutput, ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.stats import LogRecord, RankStats
@@ -82,8 +82,8 @@ class LocalRanks:
         """Start-up durations of the slowest rank."""
         self.on_trace: Callable[[RankTrace], None] = lambda trace: None
         """Called by `poll` with the trace of a rank."""
-        self.on_adapter: Callable[[AdapterPrepared], None] = lambda prepared: None
-        """Called, in a thread of its own, with what a rank answers to `AdapterPlan.prepared`."""
+        self.on_report: Callable[[RankReport], None] = lambda report: None
+        """Called, in a thread of its own, with what a rank reports beside the steps."""
         self.num_blocks = 0
         """KV blocks of every rank, once all are loaded; 0: as configured."""
         self._loading = set(ranks)
@@ -95,13 +95,13 @@ class LocalRanks:
         self._processes: dict[int, BaseProcess] = {}
         self._usage: UsageSampler | None = None
         self._pipes: list[Connection] = []
-        self._adapters: list[Connection] = []
-        """Pipes for `on_adapter`: nothing is read from the others while no step runs."""
+        self._report_pipes: list[Connection] = []
+        """Pipes for `on_report`: nothing is read from the others while no step runs."""
         self._selector = selectors.DefaultSelector()
         try:
             for index, rank in enumerate(ranks):
                 own, theirs = context.Pipe()
-                adapters, prepared = context.Pipe(duplex=False)
+                report_pipe, their_reports = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_run,
                     args=(
@@ -112,7 +112,7 @@ class LocalRanks:
                         self._ring,
                         self._states,
                         theirs,
-                        prepared,
+                        their_reports,
                         log_level,
                     ),
                     name=f"quire-rank-{rank}",
@@ -120,10 +120,10 @@ class LocalRanks:
                 )
                 process.start()
                 theirs.close()
-                prepared.close()
+                their_reports.close()
                 self._processes[rank] = process
                 self._pipes.append(own)
-                self._adapters.append(adapters)
+                self._report_pipes.append(report_pipe)
                 self._selector.register(own, selectors.EVENT_READ, rank)
                 self._selector.register(process.sentinel, selectors.EVENT_READ, rank)
         except BaseException:
@@ -136,15 +136,15 @@ class LocalRanks:
         )
 
     def _watch(self, on_end: Callable[[], None]) -> None:
-        """Call `on_adapter` until one of the ranks has ended."""
+        """Call `on_report` until one of the ranks has ended."""
         sentinels, decode = [process.sentinel for process in self._processes.values()], msgspec.msgpack.decode
-        while not {*sentinels} & {*(ready := wait([*sentinels, *self._adapters]))}:
+        while not {*sentinels} & {*(ready := wait([*sentinels, *self._report_pipes]))}:
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 try:
-                    self.on_adapter(decode(pipe.recv_bytes(), type=AdapterPrepared))
+                    self.on_report(decode(pipe.recv_bytes(), type=RankReport))
                 except (EOFError, OSError):
-                    self._adapters.remove(pipe)  # its rank is about to end
+                    self._report_pipes.remove(pipe)  # its rank is about to end
         on_end()
 
     def set_log_level(self, level: LogLevel) -> None:

@@ -16,8 +16,8 @@ from quire.engine.executor.base import POLL_SECONDS, WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, find_late_ranks, ranks_text
 from quire.engine.executor.stragglers import StragglerDetector
 from quire.engine.executor.traces import send_trace
-from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.profile import RankTrace, TracePiece
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
@@ -52,7 +52,7 @@ class ProcessExecutor:
         self._encode = msgspec.msgpack.Encoder().encode
         self._has_stages = parallel.pipeline_parallel_size > 1
         self.on_trace: Callable[[TracePiece], None] = lambda piece: None
-        self.on_adapter: Callable[[AdapterPrepared], None] = lambda prepared: None
+        self.on_report: Callable[[RankReport], None] = lambda report: None
 
     def submit(self, plan: SchedulerOutput, limit: float) -> PendingStep:
         encoded = self._encode(plan)
@@ -151,6 +151,6 @@ class MpExecutor(ProcessExecutor):
                 self._ranks.kill()
                 raise
         self._ranks.on_trace = self._on_rank_trace
-        self._ranks.on_adapter = lambda prepared: self.on_adapter(prepared)
+        self._ranks.on_report = lambda report: self.on_report(report)
         self.config = config.with_blocks(self._ranks.num_blocks)
         self.seconds = self._ranks.seconds

@@ -45,9 +45,9 @@ from quire.engine.executor.mp import ProcessExecutor
 from quire.engine.executor.traces import send_trace
 from quire.engine.process import current_process, log, native_output
 from quire.engine.process.runtime_folder import RuntimeFolder
-from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace, TracePiece
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.stats import LogRecord, RankStats
 from quire.engine.protocol.supervision import LogLevel
@@ -97,7 +97,7 @@ class NodeLost(msgspec.Struct):
     user_error: bool = False
 
 
-FromNode = WorkerReady | NodeProgress | WorkerFailed | ModelRunnerOutput | TracePiece | AdapterPrepared
+FromNode = WorkerReady | NodeProgress | WorkerFailed | ModelRunnerOutput | TracePiece | RankReport
 
 
 class MultiNodeExecutor(ProcessExecutor):
@@ -157,7 +157,7 @@ class MultiNodeExecutor(ProcessExecutor):
             self._ranks = LocalRanks(self.config, parallel.ranks_of(parallel.node), init_method, log_level, on_end)
             self._is_started = True
             self._ranks.on_trace = self._on_rank_trace
-            self._ranks.on_adapter = lambda prepared: self.on_adapter(prepared)
+            self._ranks.on_report = lambda report: self.on_report(report)
             self._ranks.listen(self._inbox.fd, self._handle_inbox)
             self._loading = set(hellos)
             self.seconds: dict[str, float] = {}
@@ -211,12 +211,12 @@ class MultiNodeExecutor(ProcessExecutor):
         self._leader.send(None, plan)
 
     def _put(self, number: int, message: FromNode | NodeLost | WeightsCompared) -> None:
-        """Queue a message, from the leader's thread. Failures also wake an idle core; traces and adapters
-        bypass the loop."""
+        """Queue a message, from the leader's thread. Failures also wake an idle core; traces and reports
+        beside the steps bypass the loop."""
         if isinstance(message, TracePiece):
             return self.on_trace(message)
-        if isinstance(message, AdapterPrepared):
-            return self.on_adapter(message)
+        if isinstance(message, RankReport):
+            return self.on_report(message)
         self._inbox.put((number, message))
         if isinstance(message, WorkerFailed | NodeLost):
             self._on_end()
@@ -365,7 +365,7 @@ class Node:
             if self._is_level_changed:  # perhaps meanwhile, and whatever the configuration of the logs says
                 ranks.set_log_level(self.log_level)
             ranks.on_trace = self._on_rank_trace
-            ranks.on_adapter = lambda prepared: self._follower.send(self._encode(prepared))
+            ranks.on_report = lambda report: self._follower.send(self._encode(report))
             ranks.listen(self._follower.inbox.fd, lambda: None)
             while True:
                 self._forward(ranks, _PROGRESS_SECONDS)

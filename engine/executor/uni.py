@@ -17,8 +17,8 @@ from quire.engine.executor.base import StepFuture, WorkerError
 from quire.engine.executor.traces import send_trace
 from quire.engine.executor.usage import UsageSampler
 from quire.engine.process import current_process
-from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.profile import TracePiece
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, RankOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -89,8 +89,8 @@ class UniExecutor:
         self.config = config.with_blocks(self._worker.num_blocks)
         parallel = config.parallel
         self.on_trace: Callable[[TracePiece], None] = lambda piece: None
-        self.on_adapter: Callable[[AdapterPrepared], None] = lambda prepared: None
-        self._worker.on_adapter = lambda prepared: self.on_adapter(prepared)
+        self.on_report: Callable[[RankReport], None] = lambda report: None
+        self._worker.on_report = lambda report: self.on_report(report)
         self._worker.on_trace = lambda trace: send_trace(trace, parallel, self.on_trace)
         self._usage = UsageSampler([os.getpid()], [parallel.device_of(0)] if parallel.device == "cuda" else None)
         self.seconds = {"import torch": IMPORT_SECONDS, **self._worker.seconds}

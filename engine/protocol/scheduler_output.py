@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.engine.protocol.adapters import NO_SLOT, AdapterPlan
+from quire.engine.protocol.kv_store import KVCopyPlan
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.profile import StartProfile, StopProfile
 from quire.engine.protocol.sampling_params import SamplingParams
@@ -84,6 +85,9 @@ class MediaPlan(msgspec.Struct, array_like=True):
     num_steps: int | None = None
     """Steps of the tower (`TowerSpec.num_steps`) to run for the last of `encoded`, which a later plan completes. None:
     all that remain, as for the others."""
+    adapter_slots: dict[bytes, int] = {}
+    """By digest, for items of `encoded` that are begun: the device slots of adapters that change the tower, which keep
+    them until their item is complete or freed. An item whose adapter could not be placed there fails."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
@@ -117,6 +121,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """None: nothing changes."""
     adapters: AdapterPlan | None = None
     """None: nothing changes."""
+    kv_copies: KVCopyPlan | None = None
+    """None: no copy begins."""
 
     @property
     def encodes(self) -> bool:

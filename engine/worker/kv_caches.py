@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +11,13 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.architecture.attention_spec import CompressedAttentionSpec
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.config.kv_cache_groups import LayerPlacement, cached_layers, count_planes, place_layers
+from quire.engine.config.kv_cache_groups import (
+    KVCacheShape,
+    LayerPlacement,
+    cached_layers,
+    count_planes,
+    place_layers,
+)
 from quire.engine.layers.compressed import compressed_cache
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -20,8 +28,11 @@ class KVCaches:
     """The caches of a stage's layers on one rank, and on the last stage the drafter's caches."""
 
     def __init__(self, config: EngineConfig, stage: int, device: torch.device) -> None:
-        caches, num_layers = allocate_caches(config, stage, device), len(config.parallel.stages[stage])
+        planes = allocate_planes(config, stage, device)
+        caches, num_layers = view_caches(config, stage, planes), len(config.parallel.stages[stage])
         self.layers, self.drafter = caches[:num_layers], caches[num_layers:]
+        self.memory = {shape: own.transpose(1, 2).view(torch.uint8).view(-1) for shape, own in planes.items()}
+        """The bytes of all planes of each shape: plane after plane, block after block."""
         self._is_state, self._device = [group.is_state for group in config.cache.groups], device
 
     def clear_new_blocks(self, plan: SchedulerOutput) -> None:
@@ -38,14 +49,14 @@ class KVCaches:
                     cache.memory.view(torch.uint8).index_fill_(1, places, 0)
 
 
-def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> list[LayerCache]:
-    """Allocate the KV caches of a stage's layers on one rank: planes of blocks, each shared by layers of different
-    groups. On the last stage the caches of the drafter's layers follow. Encoders have none."""
-    cache, tp, dtype = config.cache, config.parallel.tensor_parallel_size, getattr(torch, config.model.dtype)
+def allocate_planes(config: EngineConfig, stage: int, device: torch.device) -> dict[KVCacheShape, Tensor]:
+    """Allocate the planes of blocks of each shape on a rank of a stage, as in `quire.kernels.cache`. Encoders have
+    none."""
+    cache = config.cache
     if not cache.num_blocks:
-        return []
-    specs, stages = cached_layers(config.model, config.parallel, config.scheduler.speculative, cache.block_size)
-    planes = {
+        return {}
+    specs, _ = cached_layers(config.model, config.parallel, config.scheduler.speculative, cache.block_size)
+    return {
         shape: kernels.allocate_kv_cache(
             layers=count,
             num_blocks=cache.num_blocks,
@@ -58,6 +69,20 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
         )
         for shape, count in count_planes(specs, cache.groups, stage).items()
     }
+
+
+def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> list[LayerCache]:
+    """Allocate the planes, and return the caches in them: see `view_caches`."""
+    return view_caches(config, stage, allocate_planes(config, stage, device))
+
+
+def view_caches(config: EngineConfig, stage: int, planes: Mapping[KVCacheShape, Tensor]) -> list[LayerCache]:
+    """The KV caches of a stage's layers on one rank, in its planes, each of which layers of different groups share. On
+    the last stage the caches of the drafter's layers follow. Encoders have none."""
+    cache, tp, dtype = config.cache, config.parallel.tensor_parallel_size, getattr(torch, config.model.dtype)
+    if not cache.num_blocks:
+        return []
+    specs, stages = cached_layers(config.model, config.parallel, config.scheduler.speculative, cache.block_size)
 
     def plane(place: LayerPlacement) -> Tensor:
         return planes[place.shape][place.plane]

@@ -23,9 +23,9 @@ from quire.engine.models.build import Model, load_model
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.process import log
-from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.runner_output import LOST_REPLICAS, EncoderOutput, ModelRunnerOutput, RankOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import warm_up
@@ -39,6 +39,7 @@ from quire.engine.worker.encoder_cache import EncoderCache
 from quire.engine.worker.eplb import ExpertLoadBalancer
 from quire.engine.worker.input_batch import InputBatch, Ints, StepRows
 from quire.engine.worker.kv_caches import KVCaches
+from quire.engine.worker.kv_copies import KVCopies, KVStaging
 from quire.engine.worker.media_rows import MediaRows
 from quire.engine.worker.memory import MemoryMeter, determine_num_blocks
 from quire.engine.worker.oom import OOMHandler
@@ -71,10 +72,10 @@ class ModelRunner:
         device: torch.device,
         meter: MemoryMeter | None = None,
         wait_for_kernels: Callable[[], None] = lambda: None,
-        on_adapter: Callable[[AdapterPrepared], None] = lambda prepared: None,
+        on_report: Callable[[RankReport], None] = lambda report: None,
     ) -> None:
         """`wait_for_kernels` blocks until the device's kernels are ready. It is called after the weights are loaded.
-        `on_adapter` is as `AdapterStore.on_prepared`."""
+        `on_report` is as `Worker.on_report`."""
         self._tp, self._pipeline, self._device = parallel_state.tp, parallel_state.pipeline, device
         self._replicas: ExpertCommunicator | None = None
         """This rank's counterparts in the replicas that share experts; None: there are none."""
@@ -107,7 +108,7 @@ class ModelRunner:
             layers = config.parallel.stages[self._pipeline.stage]
             modules = {} if self._pooling_runner is None else self._pooling_runner.changes
             given = self._model, model, config.lora, layers, rank, device
-            self._adapters = AdapterStore(*given, on_adapter, modules, survives=is_single_rank)
+            self._adapters = AdapterStore(*given, on_report, modules, survives=is_single_rank)
         self._sampler = Sampler(self._vocab_size, model.eos_token_ids, device)
         media = model.architecture.media
         self._encoder_cache: EncoderCache | None = None
@@ -115,7 +116,7 @@ class ModelRunner:
         tower = None if isinstance(self._model, Encoder) else self._model.tower
         if tower is not None:
             assert media is not None
-            self._encoder_cache = EncoderCache(tower, media.tower, self._dtype, device, self._tp)
+            self._encoder_cache = EncoderCache(tower, media.tower, self._dtype, device, self._tp, self._adapters)
         states = [number for number, group in enumerate(cache.groups) if group.is_state]
         self._input_batch = InputBatch(
             slots=slots,
@@ -141,6 +142,7 @@ class ModelRunner:
         self._step_end: StepEnd | None = None
         """The end of the last step, if a row of the next one can be chained to one of its rows."""
 
+        staging = KVStaging.of(config, rank, device)
         self._graphs: DecodeGraphs | None = None
         self.num_blocks = cache.num_blocks
         """Blocks in the KV cache, the same on every rank of the replica."""
@@ -149,6 +151,10 @@ class ModelRunner:
             self.num_blocks = determine_num_blocks(config, rank, meter, lambda plan: self._launch(plan).result())
         config = config.with_blocks(self.num_blocks)
         self._initialize_kv_caches(config)
+        self._kv_copies: KVCopies | None = None
+        """None: there is no KV store."""
+        if config.kv_store is not None:
+            self._kv_copies = KVCopies(config, rank, self._kv_caches.memory, device, staging, on_report)
         if isinstance(self._model, Decoder) and model.pooling is None:
             caches, stage = self._kv_caches.layers, self._pipeline.stage
             self._graphs = DecodeGraphs(self._model, caches, config, device, stage, self._tp)
@@ -206,6 +212,8 @@ class ModelRunner:
             self._drafter.close()
         if self._adapters is not None:
             self._adapters.close()
+        if self._kv_copies is not None:
+            self._kv_copies.close()
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> AsyncOutput:
@@ -216,6 +224,8 @@ class ModelRunner:
         except for `EncoderOutput`.
         """
         self._adapter_failures = {}
+        if self._kv_copies is not None and plan.kv_copies is not None:
+            self._kv_copies.begin(plan.kv_copies)
         if self._oom_handler is None:
             return self._launch(plan)
 

@@ -39,9 +39,9 @@ from quire.engine.layers.attention import attention_config
 from quire.engine.layers.quantized import quantized_formats
 from quire.engine.process import current_process, log
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS
-from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace, StartProfile, StopProfile
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import EncoderOutput, ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -94,12 +94,12 @@ class Worker:
 
         if parallel.device == "cpu":
             ready()  # packing weights depends on the kernels
-        self.on_adapter: Callable[[AdapterPrepared], None] = lambda prepared: None
-        """Called, in any thread but not twice at a time, with the answers to `AdapterPlan.prepared`."""
+        self.on_report: Callable[[RankReport], None] = lambda report: None
+        """Called, in any thread, with the answers to `AdapterPlan.prepared` and the ends of copies of `KVCopyPlan`."""
         return_freed_memory()
         try:
             self._runner = ModelRunner(
-                config, rank, self._parallel_state, device, meter, ready, lambda prepared: self.on_adapter(prepared)
+                config, rank, self._parallel_state, device, meter, ready, lambda report: self.on_report(report)
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -189,11 +189,12 @@ def main(
     plans: ShmBroadcast,
     states: ctypes.Array[RankState],
     results: Connection,
-    adapters: Connection,
+    reports_beside: Connection,
     log_level: str,
 ) -> None:
     """The main function of a worker process: reads `plans`, writes `results`, and updates its state for `LocalRanks`,
-    which sends orders about the logs in the other direction of `results`. What becomes of adapters goes to `adapters`.
+    which sends orders about the logs in the other direction of `results`. What is reported beside the steps
+    goes to `reports_beside`.
 
     `local_rank` is the rank's index on this host.
     """
@@ -211,7 +212,13 @@ def main(
     try:
         worker = Worker(config, rank, init_method)
         worker.on_trace = reports.send
-        worker.on_adapter = lambda prepared: adapters.send_bytes(msgspec.msgpack.encode(prepared))
+        sending_beside = threading.Lock()
+
+        def report_beside(report: RankReport) -> None:
+            with sending_beside:
+                reports_beside.send_bytes(msgspec.msgpack.encode(report))
+
+        worker.on_report = report_beside
         worker.watch(lambda reason: _fail(rank, CollectiveError(reason), reports))
         reports.send(WorkerReady({"start processes": started, **worker.seconds}, worker.num_blocks))
         decode = msgspec.msgpack.Decoder(SchedulerOutput).decode

@@ -18,6 +18,7 @@ import msgspec
 from quire.engine.executor.local_ranks import LocalRanks
 from quire.engine.process import log
 from quire.engine.protocol.adapters import AdapterPrepared
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.supervision import Reload
 from quire.engine.worker import worker
@@ -57,9 +58,9 @@ def test_what_becomes_of_adapters_is_known_while_no_step_runs() -> None:
     """Until a rank has ended; one may have closed its pipe before."""
     process = multiprocessing.get_context("fork").Process(target=threading.Event().wait, daemon=True)
     process.start()
-    ranks, answers, ended = LocalRanks.__new__(LocalRanks), SimpleQueue[AdapterPrepared](), threading.Event()
+    ranks, answers, ended = LocalRanks.__new__(LocalRanks), SimpleQueue[RankReport](), threading.Event()
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-    ranks._processes, ranks._adapters, ranks.on_adapter = {0: process}, [own for own, _ in pipes], answers.put
+    ranks._processes, ranks._report_pipes, ranks.on_report = {0: process}, [own for own, _ in pipes], answers.put
     thread = threading.Thread(target=ranks._watch, args=(ended.set,))
     thread.start()
     for rank in (1, 0):

@@ -33,6 +33,7 @@ from quire.engine.executor.nodes import FromNode, MultiNodeExecutor, Node, NodeP
 from quire.engine.process import log
 from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import LogRecord, RankStats
@@ -62,7 +63,7 @@ class FakeRanks:
         self.bell = os.eventfd(0, os.EFD_NONBLOCK)
         self.listen(self.bell, self._hear)
         self.end: SimpleQueue[str] = SimpleQueue()
-        self.on_adapter: Callable[[AdapterPrepared], None] = lambda prepared: None
+        self.on_report: Callable[[RankReport], None] = lambda report: None
         FakeRanks.made.put(self)
 
     def _hear(self) -> None:
@@ -215,11 +216,11 @@ def test_plans_results_and_shutdown_reach_the_nodes(hosts: Hosts) -> None:
         assert hosts.ranks.plans.get(timeout=5) == follower.receive(5) == encode(SchedulerOutput(step, [], [], []))
         hosts.say(ModelRunnerOutput(step, [step + 7]))
     assert [each.result().token_ids for each in pending] == [[7], [8], [9]]
-    answers = SimpleQueue[AdapterPrepared]()
-    executor.on_adapter = answers.put
+    answers = SimpleQueue[RankReport]()
+    executor.on_report = answers.put
     hosts.say(of_other := AdapterPrepared(b"an adapter", 3))
     assert answers.get(timeout=5) == of_other  # although nothing waits for a result
-    hosts.ranks.on_adapter(of_own := AdapterPrepared(b"an adapter", 0))
+    hosts.ranks.on_report(of_own := AdapterPrepared(b"an adapter", 0))
     assert answers.get(timeout=5) == of_own
     executor.set_log_level("error")
     assert hosts.ranks.levels.get(timeout=5) == "error"
@@ -487,7 +488,7 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
     assert follows.ranks.plans.get(timeout=5) == b"a plan"
     follows.ranks.say(result=ModelRunnerOutput(0, [4]))
     assert follows.messages.get(timeout=5) == ModelRunnerOutput(0, [4])
-    follows.ranks.on_adapter(prepared := AdapterPrepared(b"an adapter", 2))
+    follows.ranks.on_report(prepared := AdapterPrepared(b"an adapter", 2))
     assert follows.messages.get(timeout=5) == prepared
     follows.leader.close()
     assert follows.reason() == ""

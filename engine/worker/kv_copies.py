@@ -1,0 +1,220 @@
+"""Copies between the KV caches of a rank and the arena of its host's KV store, in a thread beside the steps.
+
+An entry is copied in a few operations (`quire.engine.config.kv_layout.KVSlices`), without Python's lock. On a GPU they
+run on a stream of their own, and the bytes go through pinned memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.kv_cache_groups import KVCacheShape
+from quire.engine.config.kv_layout import kv_layout, rank_copies
+from quire.engine.kv_store.arena import open_arena
+from quire.engine.protocol.kv_store import KVCopied, KVCopy, KVCopyPlan
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 << 20
+"""Bytes that are copied before the next copies are chosen and ended ones are reported."""
+_CLOSE_TIMEOUT = 2.0
+
+
+class PendingCopy(NamedTuple):
+    """A copy to be made."""
+
+    arena: str
+    copy: KVCopy
+    is_store: bool
+    ready: torch.cuda.Event | None
+    """Earlier steps have ended, on a GPU."""
+
+
+class KVCopies:
+    """The copies of a rank. Those that requests wait for come first: the loads."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        memory: Mapping[KVCacheShape, Tensor],
+        device: torch.device,
+        staging: KVStaging | None,
+        on_copied: Callable[[KVCopied], None],
+    ) -> None:
+        """`memory` has the bytes of all planes of each shape, see `KVCaches`. `on_copied` is called in the thread."""
+        self._rank, self._memory, self._device, self._on_copied = rank, memory, device, on_copied
+        self._num_blocks, self._kinds = config.cache.num_blocks, kv_layout(config).kinds
+        self._slices, self._staging = rank_copies(config, rank), staging
+        self._path, self._arena = "", torch.empty(0, dtype=torch.uint8)
+        self._newest = ""
+        """The arena of the last plan: no other one stays mapped, as its store may have ended."""
+        self._loads, self._stores = deque[PendingCopy](), deque[PendingCopy]()
+        self._changed, self._is_closed = threading.Condition(), False
+        threads, started = torch.get_num_threads(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(started,), daemon=True, name="kv-copies")
+        self._thread.start()
+        started.wait()
+        torch.set_num_threads(threads)  # new threads inherit the last value
+
+    def begin(self, plan: KVCopyPlan) -> None:
+        """Begin copies, after the steps that have been launched."""
+        ready: torch.cuda.Event | None = None
+        if self._staging is not None:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(self._device))
+        with self._changed:
+            self._newest = plan.arena
+            self._loads.extend(PendingCopy(plan.arena, copy, False, ready) for copy in plan.loads)
+            self._stores.extend(PendingCopy(plan.arena, copy, True, ready) for copy in plan.stores)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread after the copies at hand. Others are not made."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_TIMEOUT)
+
+    @torch.inference_mode()
+    def _run(self, started: threading.Event) -> None:
+        torch.set_num_threads(1)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        started.set()
+        while (batch := self._next()) is not None:
+            if not batch:
+                self._unmap()  # without the lock: giving much memory back takes seconds
+                continue
+            numbers = [each.copy.number for each in batch]
+            try:
+                self._copy(batch)
+            except Exception as error:
+                is_expected = isinstance(error, OSError)  # the store has ended
+                logger.warning(
+                    "%d copies between KV cache and store failed: %r", len(batch), error, exc_info=not is_expected
+                )
+                self._on_copied(KVCopied(self._rank, numbers, numbers))
+            else:
+                self._on_copied(KVCopied(self._rank, numbers))
+
+    def _next(self) -> list[PendingCopy] | None:
+        """Wait for copies, and take some of one direction and arena. Empty: the arena is no longer to be mapped; None:
+        closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._loads or self._stores or self._is_closed or self._path not in ("", self._newest)
+            )
+            if self._is_closed:
+                return None
+            if not self._loads and not self._stores:
+                return []
+            pending, batch, size = self._loads or self._stores, list[PendingCopy](), 0
+            while pending and pending[0].arena == (batch or pending)[0].arena:
+                size += self._slices[pending[0].copy.kind].size
+                if batch and size > _BATCH_BYTES:
+                    break
+                batch.append(pending.popleft())
+            return batch
+
+    def _copy(self, batch: list[PendingCopy]) -> None:
+        """Make copies. Raises `OSError` if the arena is not there, and other errors if something else fails."""
+        if self._path != (path := batch[0].arena):
+            self._unmap()
+            self._arena = _map(path)
+            self._path = path
+        slices = [each for pending in batch for each in self._views(pending)]
+        is_store = batch[0].is_store
+        if self._staging is not None:
+            self._staging.copy(slices, batch[-1].ready, is_store=is_store)
+            return
+        for memory, entry in slices:
+            if is_store:
+                entry.copy_(memory)
+            else:
+                memory.copy_(entry)
+
+    def _unmap(self) -> None:
+        self._path, self._arena = "", torch.empty(0, dtype=torch.uint8)
+
+    def _views(self, pending: PendingCopy) -> Iterator[tuple[Tensor, Tensor]]:
+        """The slices of an entry: in the memory of the device, and in the arena."""
+        copy = pending.copy
+        kind, slices = self._kinds[copy.kind], self._slices[copy.kind]
+        assert len(copy.blocks) == len(kind.groups)
+        assert all(0 <= block < self._num_blocks for block in copy.blocks)
+        assert 0 <= copy.offset <= len(self._arena) - kind.size
+        for own in slices.stores if pending.is_store else slices.loads:
+            shape = own.layers.number, own.rows.number, own.size
+            start = own.memory_start + copy.blocks[own.group] * own.block_stride
+            memory = self._memory[own.shape].as_strided(shape, (own.layers.memory, own.rows.memory, 1), start)
+            start = copy.offset + own.entry_start
+            yield memory, self._arena.as_strided(shape, (own.layers.entry, own.rows.entry, 1), start)
+
+
+class KVStaging:
+    """Memory between a GPU and the arena: on the device, and pinned on the host."""
+
+    @staticmethod
+    def of(config: EngineConfig, rank: int, device: torch.device) -> KVStaging | None:
+        """Allocate what the copies of a rank need; None: on a CPU they need none, and without a store there are
+        none."""
+        if config.kv_store is None or device.type == "cpu":
+            return None
+        return KVStaging(max(_BATCH_BYTES, *(each.size for each in rank_copies(config, rank))), device)
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._on_device = torch.empty(size, dtype=torch.uint8, device=device)
+        self._on_host = torch.empty(size, dtype=torch.uint8).pin_memory()
+
+    def copy(self, slices: list[tuple[Tensor, Tensor]], ready: torch.cuda.Event | None, *, is_store: bool) -> None:
+        """Copy slices of the device's memory to those of the arena, or back, once the event is `ready`. Returns when
+        they are there."""
+        sizes = [memory.numel() for memory, _ in slices]
+        on_device, on_host = self._on_device[: sum(sizes)], self._on_host[: sum(sizes)]
+        parts = [
+            (memory, own.view_as(memory), staged.view_as(entry), entry)
+            for (memory, entry), own, staged in zip(
+                slices, torch.split(on_device, sizes), torch.split(on_host, sizes), strict=True
+            )
+        ]
+        if not is_store:
+            for _, _, staged, entry in parts:
+                staged.copy_(entry)
+        with torch.cuda.stream(self._stream):
+            if ready is not None:
+                self._stream.wait_event(ready)
+            if is_store:
+                for memory, own, _, _ in parts:
+                    own.copy_(memory)
+                on_host.copy_(on_device, non_blocking=True)
+            else:
+                on_device.copy_(on_host, non_blocking=True)
+                for memory, own, _, _ in parts:
+                    memory.copy_(own)
+            ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: the thread does not spin
+            ended.record(self._stream)
+        ended.synchronize()
+        if is_store:
+            for _, _, staged, entry in parts:
+                entry.copy_(staged)
+
+
+def _map(path: str) -> Tensor:
+    """Map an arena, as long as the tensor or a view of it exists."""
+    descriptor = open_arena(path)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
