@@ -1,0 +1,56 @@
+"""`/kv_event_sources` and `/kv_events/snapshot`: for routers that follow the KV events of the replicas."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Query, Response
+
+from quire.server.http.errors import ApiError, json_response
+from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.roles import AdminOrLocal
+from quire.server.http.state import AppState
+
+router = APIRouter(route_class=BodyRoute)
+
+
+@router.get("/kv_event_sources", dependencies=[AdminOrLocal])
+async def kv_event_sources(state: AppState) -> Response:
+    """Where the replicas publish their KV events (`--kv-events-config`): for each data-parallel rank that is up, an
+    object with the fields of vLLM's `KVEventsConfig`, whose endpoints are the rank's, at addresses that other hosts
+    reach.
+
+    Needs an admin key. On a server without keys, clients must be on its host, and no other web pages.
+    """
+    found = await state.frontend.client.kv_events()
+    return json_response({str(each.replica): each.source for each in found if each.source is not None})
+
+
+@router.get("/kv_events/snapshot", dependencies=[AdminOrLocal])
+async def kv_events_snapshot(
+    state: AppState, data_parallel_rank: Annotated[int | None, Query(ge=0)] = None
+) -> Response:
+    """The KV blocks that replicas have, for a router that starts late.
+
+    For each data-parallel rank that is up, or the one asked for: `events`, `BlockStored` events of all blocks, parents
+    before their children, which are valid after the batch with the number `sequence` of
+    the rank's start number `incarnation`. A router subscribes first, then asks for this, and applies the batches with
+    higher numbers.
+
+    Needs an admin key. On a server without keys, clients must be on its host, and no other web pages.
+    """
+    found = await state.frontend.client.kv_events(data_parallel_rank, has_blocks=True)
+    if any(each.source is None for each in found):
+        text = "the server publishes no KV events: start it with --kv-events-config"
+        raise ApiError(400, text, "kv_events_disabled")
+    snapshots = [
+        {
+            "data_parallel_rank": each.replica,
+            "incarnation": each.incarnation,
+            "sequence": each.sequence,
+            "events": msgspec.Raw(each.events),
+        }
+        for each in found
+    ]
+    return json_response({"snapshots": snapshots})
