@@ -20,13 +20,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
+from quire.engine.cluster.network import own_address
 from quire.engine.cluster.security import Dropped, Security, join, split
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.heartbeats import Heartbeats
+from quire.engine.core.kv_event_publisher import KVEventPublisher
 from quire.engine.core.launch import CoreArgs, Endpoints
 from quire.engine.core.media_files import keep_open, raise_limit
 from quire.engine.core.profiler import CoreProfiler
@@ -34,6 +37,7 @@ from quire.engine.core.request_list import list_requests
 from quire.engine.core.wave import Wave
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor, StepFuture, WorkerError, step_timeout
+from quire.engine.executor.local_ranks import ranks_text
 from quire.engine.process import current_process, log
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
@@ -44,19 +48,36 @@ from quire.engine.protocol.engine_core import (
     EngineCoreOutputs,
     EngineCoreRequest,
     Join,
+    KVStoreState,
     ListRequests,
+    PinAdapters,
+    PrefixCacheReset,
     PrepareAdapter,
     PreparedAdapter,
     Probe,
     ProbeReply,
     ReplicaFailed,
     RequestList,
+    ResetPrefixCache,
     StartWave,
     ToCore,
     ToServer,
 )
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.kv_events import GetKVEvents, KVEventsState
+from quire.engine.protocol.kv_store import (
+    FoundKV,
+    FromStore,
+    GrantedKV,
+    KVCleared,
+    KVCopied,
+    KVStoreOpened,
+    KVStoreStats,
+    LoadedKV,
+    ToStore,
+)
 from quire.engine.protocol.profile import ClockPing, ClockReply, StartProfile, StopProfile
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.runner_output import LOST_REPLICAS
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import EngineStats, ExpertLoad
@@ -70,6 +91,10 @@ logger = logging.getLogger("quire.engine.core.engine_core")
 _STATS_SECONDS = 1.0
 _LOST_MEDIA = "the processed images of the request have been deleted, as their process has ended; send it again"
 _UNREADABLE = "the processed images of the request cannot be read now"
+_STORE_OUT = "inproc://kv-store-out"
+"""Where messages for the KV store pass from the sending thread to the one that has the store's socket."""
+_COPY_WAIT = 0.01
+"""Seconds for which the loop waits for a message while nothing can run until copies of KV have ended."""
 _COMPILE_THREADS = 8
 """Threads that compile grammars: more than there are processors, so that fast grammars do not wait for slow ones."""
 _COMPILE_STACK = 2**26
@@ -77,6 +102,8 @@ _COMPILE_STACK = 2**26
 whose stack has 8 MiB, and must not end this one."""
 _STOP_TIMEOUT = 5.0
 """Seconds for which a stopping core keeps stepping without work, for the replicas that share its experts."""
+_STORE_TIMEOUT = 1.0
+"""Seconds for which a stopping core keeps copying to the KV store what has been computed."""
 _CAUSE_TIMEOUT = 4.0
 """Seconds for which a core waits for the other cores to report why the replicas lost their connection."""
 _SHUTDOWN_GRACE = 10.0
@@ -104,26 +131,35 @@ class GrammarCompiled:
     grammar: StartedGrammar | EngineCoreOutput
 
 
-Inbound = ToCore | AdapterPrepared | GrammarCompiled | RankEnded | SetLogLevel | Reload | Shutdown | Exception
+Inbound = ToCore | FromStore | RankReport | GrammarCompiled | RankEnded | SetLogLevel | Reload | Shutdown | Exception
 
 
 class EngineCoreIO:
     """The sockets of the core, each owned by one thread; the loop uses two queues."""
 
-    def __init__(self, endpoints: Endpoints, replica: int = 0, token: str = "") -> None:
-        """`token` is the cluster's."""
+    def __init__(
+        self, endpoints: Endpoints, replica: int = 0, token: str = "", incarnation: int = 0, *, has_store: bool = False
+    ) -> None:
+        """`token` is the cluster's. `has_store`: the host's KV store is used, if it has one."""
         self.peers = tuple(number for number in endpoints.requests if number != replica)
         """The numbers of the other replicas."""
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
         self._endpoints = endpoints
-        self._outbox: SimpleQueue[tuple[str, ToServer | StartWave | ReplicaFailed] | None] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[str, ToServer | ToStore | StartWave | ReplicaFailed] | None] = SimpleQueue()
         """(address, message) pairs to send."""
         self._context = zmq.Context()
         self._security = Security(self._context, token)
         self.num_clients = len(endpoints.responses)
-        self._replica = replica
+        self._replica, self._incarnation = replica, incarnation
         threading.Thread(target=self._receive, args=(endpoints.requests[replica],), daemon=True, name="wire-in").start()
         self._sender = threading.Thread(target=self._send, name="wire-out")
+        self.has_store = has_store and bool(endpoints.kv_store)
+        if self.has_store:
+            outgoing, name = self._context.socket(zmq.PULL), f"{replica}.{incarnation}"
+            outgoing.set_hwm(0)
+            outgoing.bind(_STORE_OUT)
+            arguments = endpoints.kv_store, name.encode(), outgoing
+            threading.Thread(target=self._exchange, args=arguments, daemon=True, name="wire-store").start()
         self._sender.start()
 
     def send(self, client: int, message: ToServer) -> None:
@@ -133,6 +169,10 @@ class EngineCoreIO:
         """Send a message to the cores of all other replicas."""
         for replica in self.peers:
             self._outbox.put((self._endpoints.requests[replica], message))
+
+    def send_store(self, message: ToStore) -> None:
+        """Send a message to the KV store; it is dropped if there is no connection."""
+        self._outbox.put((_STORE_OUT, message))
 
     def close(self) -> None:
         """Send all queued messages, then stop."""
@@ -158,6 +198,34 @@ class EngineCoreIO:
                     self.inbox.put(message)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 dropped.add(error)
+
+    def _exchange(self, address: str, name: bytes, outgoing: zmq.Socket[bytes]) -> None:
+        """Exchange messages with the KV store. A store that was started again gets none that was meant for another."""
+        store = self._context.socket(zmq.DEALER)
+        store.set_hwm(0)
+        store.setsockopt(zmq.IDENTITY, name)
+        store.setsockopt(zmq.IMMEDIATE, 1)
+        store.setsockopt(zmq.LINGER, 0)
+        store.connect(address)
+        poller, decode = zmq.Poller(), msgspec.msgpack.Decoder(FromStore).decode
+        for socket in (outgoing, store):
+            poller.register(socket, zmq.POLLIN)
+        dropped = Dropped("dropped a message of the KV store that could not be decoded")
+        while True:
+            for socket, _ in poller.poll():
+                frames = socket.recv_multipart()
+                if socket is outgoing:
+                    with contextlib.suppress(zmq.Again):
+                        store.send_multipart([join(frames)], zmq.NOBLOCK)
+                    continue
+                try:
+                    message = decode(join(frames))
+                    if isinstance(message, KVStoreStats):  # the loop may be in a long step
+                        for client in range(self.num_clients):
+                            self.send(client, KVStoreState(message, self._replica, self._incarnation))
+                    self.inbox.put(message)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    dropped.add(error)
 
     def _send(self) -> None:
         sockets: dict[str, zmq.Socket[bytes]] = {}
@@ -185,9 +253,10 @@ class EngineCore:
         *,
         incarnation: int = 0,
         expect: Callable[[float, float], None] = lambda seconds, usually: None,
+        kv_events: KVEventPublisher | None = None,
     ) -> None:
         """`expect` is called with the number of seconds within which it will be called again, unless the loop hangs,
-        and the number of seconds within which it will usually be called again.
+        and the number of seconds within which it will usually be called again. `kv_events` publishes the scheduler's.
         """
         self.config = config
         self.replica = config.parallel.replica
@@ -209,14 +278,22 @@ class EngineCore:
         """The latest value, until it is sent with the stats."""
         self.probes: list[Probe] = []
         self.profiler = CoreProfiler(self.replica, incarnation, io.send)
+        self.kv_events = kv_events
         self.compiling: dict[str, EngineCoreRequest] = {}
         """Requests whose grammar is being compiled; they are added to the scheduler with it."""
+        """The store's latest stats, until they are sent with the core's."""
+        if config.kv_store is not None and io.has_store:
+            self.scheduler.kv_transfers.connect(io.send_store, self.replica, incarnation)
+        self.clearing: dict[int, ResetPrefixCache] = {}
+        """The calls that wait for the KV store, by the number of its call."""
         self.preparing: dict[bytes, list[PrepareAdapter]] = {}
         """The calls for each adapter that wait for the ranks."""
         threading.stack_size(_COMPILE_STACK)  # of all threads started from now on; only used pages take memory
         self._compile_pool = ThreadPoolExecutor(_COMPILE_THREADS, "compile")
         self.wave = Wave(self.depth) if config.parallel.is_coupled else None
         """None: this replica steps independently."""
+        self.could_run = True
+        """False: when the last plan was to be made, nothing could run, and nothing was in flight."""
         self.stopping = False
         self.stop_reason = ""
         self.stop_deadline = 0.0
@@ -278,13 +355,19 @@ class EngineCore:
         """Return the next plan; with nothing to run, a heartbeat if there is an unanswered call."""
         if self.wave is not None:
             return self.schedule_wave(self.wave)
-        plan = self.scheduler.schedule()
+        if self.stopping:  # nobody waits for rows, but ranks copy what is to be stored
+            self.scheduler.kv_transfers.poll()
+            plan = self.scheduler.heartbeat() if self.scheduler.kv_transfers.has_changes else None
+        else:
+            plan = self.scheduler.schedule()
         if plan is None and self.has_calls and not self.in_flight:
             plan = self.scheduler.heartbeat()
+        self.could_run = plan is not None or bool(self.in_flight)
         return plan
 
     def schedule_wave(self, wave: Wave) -> SchedulerOutput | None:
         """Return the next plan of the wave, without rows if there is nothing to run; None if no wave is running."""
+        self.scheduler.kv_transfers.poll()  # a wave may go on without work of this replica
         has_work = self.scheduler.has_work and not self.stopping
         if wave.start(has_work=has_work or self.has_calls):
             self.io.send_peers(StartWave(wave.number))
@@ -302,26 +385,43 @@ class EngineCore:
 
     @property
     def may_stop(self) -> bool:
-        """Whether no other replica needs this one's steps, or the deadline for them has passed."""
-        return self.wave is None or self.wave.is_idle or time.monotonic() > self.stop_deadline
+        """Whether no other replica needs this one's steps, and the KV store has what it is to get; or the deadline for
+        that has passed."""
+        transfers = self.scheduler.kv_transfers
+        is_done = not (transfers.is_open and transfers.is_storing) if self.wave is None else self.wave.is_idle
+        return is_done or time.monotonic() > self.stop_deadline
+
+    def check_copies(self) -> None:
+        """Raise `WorkerError` if ranks have stopped copying KV, whose blocks would be missing forever."""
+        seconds = self.config.parallel.watchdog_seconds
+        if silent := self.scheduler.kv_transfers.hung_ranks(seconds):
+            raise WorkerError(f"{ranks_text(silent)} did not copy KV for {seconds:g} s (--watchdog-seconds)")
 
     def receive(self) -> None:
         """Handle all received messages; when idle, wait for one, and check the ranks meanwhile. Then end what waits for
         adapters that take too long to read."""
+        transfers, timeout = self.scheduler.kv_transfers, HEARTBEAT_SECONDS
         idle = not (self.in_flight or self.scheduler.has_work or self.has_calls)
         if self.wave is not None:
             idle = idle and self.wave.is_idle
+        elif self.stopping:
+            idle, timeout = not (self.in_flight or transfers.has_changes), _COPY_WAIT
+        elif not (idle or self.could_run or self.has_calls) and transfers.holds_blocks and not transfers.has_changes:
+            idle, timeout = True, _COPY_WAIT
         if idle:
             self.expect(self.config.parallel.watchdog_seconds, 2 * HEARTBEAT_SECONDS)
-        while not self.stopping or self.wave is not None:
+        while not (self.stopping and self.may_stop):
             try:
-                self.handle(self.io.inbox.get(block=idle, timeout=HEARTBEAT_SECONDS))
+                limit = min(timeout, transfers.seconds_left()) if idle else None
+                self.handle(self.io.inbox.get(block=idle, timeout=limit))
                 idle = False
             except Empty:
                 late = self.scheduler.adapters.overdue()
                 for answer in late:
                     self.on_adapter(answer)
-                if late or not idle:
+                transfers.poll()
+                self.check_copies()
+                if late or not idle or self.stopping or self.scheduler.has_work:
                     return
                 self.executor.check()
                 self.expect(self.config.parallel.watchdog_seconds, 2 * HEARTBEAT_SECONDS)
@@ -345,18 +445,40 @@ class EngineCore:
                 self.outputs.pop(message.client, None)  # the process that they were for has ended
                 for digest, calls in self.preparing.items():
                     self.preparing[digest] = [call for call in calls if call.client != message.client]
+                self.clearing = {at: call for at, call in self.clearing.items() if call.client != message.client}
+                self.scheduler.adapters.pin_all(message.client, [])
             case Probe():
                 self.probes.append(message)
             case ListRequests(client, call_id):
                 listed = list_requests(message, self.scheduler.requests.values(), self.compiling.values())
                 self.io.send(client, RequestList(call_id, *listed, self.replica, self.incarnation))
             case PrepareAdapter(adapter=adapter):
-                if (error := self.scheduler.adapters.prepare(adapter)) is None:
+                if (outcome := self.scheduler.adapters.prepare(adapter)) is None:
                     self.preparing.setdefault(adapter.digest, []).append(message)
                 else:
-                    self.answer_prepared(message, error)
+                    self.answer_prepared(message, *outcome)
+            case PinAdapters(client, digests):
+                self.scheduler.adapters.pin_all(client, digests)
             case AdapterPrepared():
                 self.on_adapter(message)
+            case GetKVEvents(client, call_id):
+                if self.kv_events is not None:
+                    self.publish()
+                    self.kv_events.answer(message)
+                else:
+                    state = KVEventsState(call_id, None, replica=self.replica, incarnation=self.incarnation)
+                    self.io.send(client, state)
+            case ResetPrefixCache():
+                self.reset_prefix_cache(message)
+            case KVCleared(number, _, error):
+                self.answer_reset(number, error)
+            case KVStoreOpened() | FoundKV() | LoadedKV() | GrantedKV() | KVStoreStats():
+                if isinstance(message, KVStoreOpened) and message.path != self.scheduler.kv_transfers.arena:
+                    for number in [*self.clearing]:
+                        self.answer_reset(number, "the KV store was started again meanwhile")
+                self.scheduler.kv_transfers.on_message(message)
+            case KVCopied():
+                self.scheduler.kv_transfers.on_copied(message)
             case StartProfile() | StopProfile():
                 self.profiler.handle(message)
             case StartWave(wave=number):
@@ -367,7 +489,7 @@ class EngineCore:
                 raise WorkerError(LOST_REPLICAS)
             case Shutdown(reason):
                 self.stopping, self.stop_reason = True, reason
-                self.stop_deadline = time.monotonic() + _STOP_TIMEOUT
+                self.stop_deadline = time.monotonic() + (_STORE_TIMEOUT if self.wave is None else _STOP_TIMEOUT)
             case SetLogLevel(level):
                 self.executor.set_log_level(level)
             case Reload():
@@ -431,10 +553,29 @@ class EngineCore:
             self.add_output(request.client, output)
         if error is not None:
             for call in self.preparing.pop(answer.digest, ()):
-                self.answer_prepared(call, error)
+                self.answer_prepared(call, error, answer.is_invalid)
 
-    def answer_prepared(self, call: PrepareAdapter, error: str) -> None:
-        self.io.send(call.client, PreparedAdapter(call.call_id, error, self.replica, self.incarnation))
+    def reset_prefix_cache(self, call: ResetPrefixCache) -> None:
+        """Forget the prefix cache, and let the KV store forget everything, if the call says so."""
+        self.scheduler.kv_transfers.reset()
+        self.scheduler.kv.unpublish_all()
+        number = time.monotonic_ns()  # of no earlier call
+        self.clearing[number] = call
+        if not call.clears_store or self.config.kv_store is None:
+            self.answer_reset(number)
+        elif self.scheduler.kv_transfers.is_open:
+            self.scheduler.kv_transfers.clear(number)
+        else:
+            self.answer_reset(number, "the KV store is not up")
+
+    def answer_reset(self, number: int, error: str = "") -> None:
+        if (call := self.clearing.pop(number, None)) is not None:
+            self.io.send(call.client, PrefixCacheReset(call.call_id, error, self.replica, self.incarnation))
+
+    def answer_prepared(self, call: PrepareAdapter, error: str, is_invalid: bool) -> None:
+        if call.pins and not error:
+            error, is_invalid = self.scheduler.adapters.pin(call.adapter.digest)
+        self.io.send(call.client, PreparedAdapter(call.call_id, error, is_invalid, self.replica, self.incarnation))
 
     def add_output(self, client: int, output: EngineCoreOutput) -> None:
         self.outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
@@ -458,6 +599,7 @@ class EngineCore:
 
         Every `_STATS_SECONDS`, all API processes get the stats, even without outputs.
         """
+        self.publish()
         now = time.monotonic()
         if now - self.last_stats_at >= _STATS_SECONDS:
             self.last_stats_at = now
@@ -474,6 +616,14 @@ class EngineCore:
                 self.io.send(client, outputs)
             self.outputs = {}
 
+    def publish(self) -> None:
+        """Publish the new KV events."""
+        listener = self.scheduler.kv.listener
+        if self.kv_events is None or listener is None or self.kv_events.is_full:
+            return
+        if events := listener.take():
+            self.kv_events.publish(events)
+
     def snapshot(self) -> EngineStats:
         """Return a copy of the scheduler's stats."""
         stats = self.scheduler.snapshot()
@@ -486,6 +636,8 @@ class EngineCore:
     def close(self) -> None:
         """Compile no more grammars. The API processes end the remaining requests, or move them to other replicas."""
         self._compile_pool.shutdown(wait=False, cancel_futures=True)
+        if self.kv_events is not None:
+            self.kv_events.close()
 
 
 def serve(args: CoreArgs, connection: SupervisorConnection, imports: float) -> int:
@@ -493,7 +645,13 @@ def serve(args: CoreArgs, connection: SupervisorConnection, imports: float) -> i
     seconds since the start of the process."""
     started = time.perf_counter()
     config = args.config
-    io = EngineCoreIO(args.endpoints, config.parallel.replica, config.parallel.cluster_token)
+    io = EngineCoreIO(
+        args.endpoints,
+        config.parallel.replica,
+        config.parallel.cluster_token,
+        args.incarnation,
+        has_store=config.kv_store is not None,
+    )
     threading.Thread(target=_listen, args=(connection, io), daemon=True, name="supervisor").start()
 
     def on_stall(reason: str) -> None:
@@ -510,9 +668,21 @@ def serve(args: CoreArgs, connection: SupervisorConnection, imports: float) -> i
     failure: Failed | None = None
     try:
         executor = factory.start(config, args.log_level, on_end=lambda: io.inbox.put(RankEnded()))
-        core = EngineCore(executor.config, executor, io, incarnation=args.incarnation, expect=heartbeats.expect)
+        kv_events = None
+        if config.kv_events is not None:
+            number, reached = config.parallel.replica, urlsplit(args.endpoints.requests[config.parallel.replica])
+            address = reached.hostname if reached.scheme == "tcp" and reached.hostname else own_address()
+            kv_events = KVEventPublisher(
+                config.kv_events, number, address, io.send, io.inbox.put, incarnation=args.incarnation
+            )
+        core = EngineCore(
+            *(executor.config, executor, io),
+            incarnation=args.incarnation,
+            expect=heartbeats.expect,
+            kv_events=kv_events,
+        )
         executor.on_trace = core.profiler.send_piece
-        executor.on_adapter = io.inbox.put
+        executor.on_report = io.inbox.put
         gc.collect()
         gc.freeze()
         seconds = {

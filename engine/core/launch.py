@@ -32,6 +32,9 @@ class Endpoints:
 
     requests: dict[int, str]
     responses: tuple[str, ...]
+    kv_store: str = ""
+    """Address of this host's KV store, which binds a ROUTER socket; empty: there is none. Frames are msgpack of
+    `ToStore` and `FromStore` (`quire.engine.protocol.kv_store`)."""
 
 
 def request_address(folder: str, replica: int) -> str:

@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 from quire.engine.protocol.adapters import AdapterRef
+from quire.engine.protocol.kv_events import GetKVEvents, KVEventsState
+from quire.engine.protocol.kv_store import KVStoreStats
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.profile import (
@@ -55,6 +57,8 @@ class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
     """None: the base model answers."""
     adapter_start: int = 0
     """The first token that the adapter changes: until there, everything is as without it."""
+    adapter_name: str = ""
+    """What the request calls the adapter, for KV events."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True):
@@ -93,6 +97,26 @@ class PrepareAdapter(msgspec.Struct, tag=True, array_like=True):
     client: int
     call_id: int
     adapter: AdapterRef
+    pins: bool = False
+    """Also pin it, as the last `PinAdapters` of this API process says."""
+
+
+class PinAdapters(msgspec.Struct, tag=True, array_like=True):
+    """The only adapters of this API process that stay in the memory of all ranks once they are read, as far as it has
+    room: those that it knows as pinned, and those that it loads to be pinned. Those of other API processes stay, too:
+    each learns of a change at another time."""
+
+    client: int
+    digests: list[bytes]
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True, array_like=True):
+    """Forget the prefix cache: later requests find nothing that it has now. Answered with `PrefixCacheReset`."""
+
+    client: int
+    call_id: int
+    clears_store: bool = False
+    """Whether the KV store of the replica's host forgets everything, too, in memory and on disk."""
 
 
 class Join(msgspec.Struct, tag=True, array_like=True):
@@ -120,6 +144,9 @@ ToCore = (
     | Probe
     | ListRequests
     | PrepareAdapter
+    | GetKVEvents
+    | ResetPrefixCache
+    | PinAdapters
     | Join
     | StartWave
     | ReplicaFailed
@@ -141,7 +168,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     """The stop token (or end of sequence) that ended the output; it is the last of `token_ids`."""
     error: str | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache; set from the first output on."""
+    """Prompt tokens that came from the prefix cache, or were loaded into it; set from the first output on."""
     prompt_logprobs: PromptLogprobs | None = None
     """For the prompt tokens that follow the ones already sent; all are sent before the first of `token_ids`."""
     vector: bytes | None = None
@@ -157,6 +184,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     """With `error`: the request itself is its cause, such as a grammar that allows no next token."""
     is_unavailable: bool = False
     """With `error`: its cause passes, so the request may be sent again."""
+    num_loaded_tokens: tuple[int, int] = (0, 0)
+    """Of `num_cached_tokens`: those whose KV was loaded for the request, from memory and from disk."""
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
@@ -182,6 +211,15 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
     """New warnings and errors of the replica's core, nodes and ranks."""
     incarnation: int = 0
     """The replica's incarnation: outputs of an earlier start may arrive late, and are dropped."""
+
+
+class KVStoreState(msgspec.Struct, tag=True, array_like=True):
+    """What the KV store of a replica's host says of itself. It does not come from the replica's loop, which may be in a
+    long step."""
+
+    stats: KVStoreStats
+    replica: int = 0
+    incarnation: int = 0
 
 
 class ProbeReply(msgspec.Struct, tag=True, array_like=True):
@@ -230,8 +268,31 @@ class PreparedAdapter(msgspec.Struct, tag=True, array_like=True):
     call_id: int
     error: str = ""
     """Why the adapter cannot be used; empty: it can."""
+    is_invalid: bool = True
+    """See `AdapterPrepared`."""
     replica: int = 0
     incarnation: int = 0
 
 
-ToServer = EngineCoreOutputs | ProbeReply | RequestList | PreparedAdapter | ProfileReply | ClockReply | TracePiece
+class PrefixCacheReset(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `ResetPrefixCache`."""
+
+    call_id: int
+    error: str = ""
+    """Why the KV store has not forgotten everything; empty: it has, or was not asked to."""
+    replica: int = 0
+    incarnation: int = 0
+
+
+ToServer = (
+    EngineCoreOutputs
+    | ProbeReply
+    | RequestList
+    | PreparedAdapter
+    | KVEventsState
+    | KVStoreState
+    | PrefixCacheReset
+    | ProfileReply
+    | ClockReply
+    | TracePiece
+)

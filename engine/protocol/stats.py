@@ -45,6 +45,19 @@ class EngineStats(msgspec.Struct, array_like=True):
     adapters_on_device: int = 0
     adapter_swaps: int = 0
     """Adapters copied to devices."""
+    kv_loading: int = 0
+    """Requests that wait for KV from the store."""
+    kv_loads: int = 0
+    """Loads of KV that have ended."""
+    kv_load_seconds: float = 0.0
+    """Duration of all of them, from the decision to load until the request could start."""
+    kv_loaded_memory_tokens: int = 0
+    """Prompt tokens of started requests whose KV was loaded, from the store's memory and from its disk."""
+    kv_loaded_disk_tokens: int = 0
+    kv_failed_load_tokens: int = 0
+    """Prompt tokens whose KV should have been loaded, and was computed, as the load failed or was late."""
+    kv_stored_blocks: int = 0
+    """Blocks copied to the store."""
     iteration_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ITERATION_TOKENS) + 2))
     """Histogram of the tokens of a step, without rejected drafts: the number of steps in each bucket, the last one
     unbounded; then the sum."""

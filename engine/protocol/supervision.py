@@ -72,6 +72,8 @@ class NamedAdapter(msgspec.Struct, array_like=True, frozen=True):
     """The name of its base, if it was given."""
     chat_template: str = ""
     """Its own; empty: the base's."""
+    is_pinned: bool = False
+    """Whether replicas keep it in memory."""
 
 
 class ChangeAdapter(msgspec.Struct, tag=True, array_like=True):

@@ -8,7 +8,8 @@ blocks are in one list in token order: the block of group `g` for the tokens fro
 in the same order.
 
 Invariants (`check_integrity`):
-- a block's reference count is the number of requests that list it;
+- a block's reference count is the number of requests that list it, and of loads and copies
+  (`quire.engine.scheduler.kv_transfers`);
 - the free blocks are exactly those with count 0, in the order in which they will be allocated;
 - a published hash maps to one block, which keeps its content until it is allocated again.
 
@@ -35,20 +36,26 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import attrgetter
 
 from quire.engine.config.engine_config import KVCacheGroup
 from quire.engine.protocol.media import MediaItem
+from quire.engine.scheduler.kv_events import KVEvents
 
 FREED = -1
 STATE_INTERVAL = 1024
 """Tokens between the recurrent states of a long text that stay in the prefix cache; a multiple of every block size up
 to this."""
 _END = attrgetter("end")
+
+
+def block_hash(link: bytes, group: int) -> bytes:
+    """Return the hash of a group's block with this link of the chain."""
+    return link + group.to_bytes(2) if group else link
 
 
 def extend_hashes(
@@ -81,7 +88,7 @@ def extend_hashes(
         link = blake2b(parent + content, digest_size=16).digest()
         hashes.append(link)
         if num_groups > 1:
-            hashes.extend(link + group.to_bytes(2) for group in range(1, num_groups))
+            hashes.extend(block_hash(link, group) for group in range(1, num_groups))
 
 
 class KVCacheManager:
@@ -102,6 +109,8 @@ class KVCacheManager:
         self.states = frozenset(number for number, group in enumerate(groups) if group.is_state)
         """Groups with recurrent states."""
         self._in_pages = frozenset(number for number, group in enumerate(groups) if group.fills_pages)
+        self.scarce = self.states | self._in_pages
+        """Groups whose blocks stay in the prefix cache only at some places (`is_kept`)."""
         # A token sees the state after the token before it.
         windows = {number: 2 if group.is_state else group.window for number, group in enumerate(groups)}
         self.windows = {number: window for number, window in windows.items() if window is not None}
@@ -117,6 +126,8 @@ class KVCacheManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._unwritten: dict[int, list[int]] = {}
         """By step: published blocks whose content is written when the step has run."""
+        self.listener: KVEvents | None = None
+        """Told of what the prefix cache loses; whoever publishes tells it of the rest (`RequestBlocks`)."""
 
     @property
     def num_free(self) -> int:
@@ -190,22 +201,49 @@ class KVCacheManager:
         return matched
 
     def _match_windows(self, hashes: list[bytes]) -> list[int]:
-        stride, known = self.num_groups, self._block_of
-        length = len(hashes) // stride if self.enable_prefix_caching else 0
+        known = self._block_of
+        length = self.prefix_length(hashes, known) if self.enable_prefix_caching else 0
+        matched = [FREED] * (length * self.num_groups)
+        for place in self.visible_places(length):
+            matched[place] = known[hashes[place]]
+        return matched
+
+    def prefix_length(self, hashes: list[bytes], known: Container[bytes]) -> int:
+        """Return the blocks of each group in the longest prefix whose next token sees only blocks with known hashes."""
+        stride = self.num_groups
+        length = len(hashes) // stride
         for group in range(stride):
             if group not in self.windows:
                 missing = (at for at in range(length) if hashes[at * stride + group] not in known)
                 length = next(missing, length)
         at, seen = length, self._first_visible_blocks(length)
-        while at > min(seen.values()):
+        while at > min(seen.values(), default=at):
             at -= 1
             if any(at >= first and hashes[at * stride + group] not in known for group, first in seen.items()):
                 length, seen = at, self._first_visible_blocks(at)
-        matched = [FREED] * (length * stride)
-        for group in range(stride):
-            for place in range(seen.get(group, 0) * stride + group, length * stride, stride):
-                matched[place] = known[hashes[place]]
-        return matched
+        return length
+
+    def visible_places(self, length: int) -> list[int]:
+        """The places in a list of blocks that the token after `length` blocks of each group sees, in order."""
+        stride, seen = self.num_groups, self._first_visible_blocks(length)
+        return sorted(
+            chain.from_iterable(
+                range(seen.get(group, 0) * stride + group, length * stride, stride) for group in range(stride)
+            )
+        )
+
+    def is_cached(self, block: int) -> bool:
+        """Whether a block is in the prefix cache."""
+        return self._hash_of[block] is not None
+
+    def cached_block(self, digest: bytes) -> int:
+        """Return the block in the prefix cache with this hash; `FREED` if there is none."""
+        return self._block_of.get(digest, FREED)
+
+    @property
+    def unwritten(self) -> set[int]:
+        """The blocks in the prefix cache that steps in flight write."""
+        return {block for blocks in self._unwritten.values() for block in blocks}
 
     def _first_visible_blocks(self, length: int) -> dict[int, int]:
         """For each group with a window, the first block that the token after `length` blocks sees."""
@@ -235,8 +273,12 @@ class KVCacheManager:
 
     def can_allocate(self, count: int, *, cached_blocks: Iterable[int] = ()) -> bool:
         """Whether `count` pages are free in addition to `cached_blocks`, some of which may be free themselves."""
-        pages = {block // self._blocks_per_page for block in cached_blocks}
+        pages = self.pages(cached_blocks)
         return count + sum(not self._references[page] for page in pages) <= len(self._free)
+
+    def pages(self, blocks: Iterable[int]) -> set[int]:
+        """The pages that these blocks are in."""
+        return {block // self._blocks_per_page for block in blocks}
 
     def without_freed(self, blocks: list[int]) -> list[int]:
         """Return a request's blocks without those that were freed."""
@@ -286,22 +328,41 @@ class KVCacheManager:
         count = self.num_blocks_for(end) - len(blocks)
         if self._blocks_per_page == 1 and not self.states:
             return self.allocate(count)
-        groups, size = self.num_groups, self._blocks_per_page
-        new = [FREED] * count
+        groups, new = self.num_groups, [FREED] * count
         for group in set(range(groups)) - self.states:
             last = blocks[group - groups] if blocks else FREED
             for place in range(group, count, groups):
-                if group in self._in_pages:
-                    new[place] = self._allocate_page()
-                    continue
-                if self._room_after(last):
-                    last += 1
-                    self._references[last // size] += 1
-                else:
-                    last = self.allocate(1)[0] * size
-                self._num_used[last // size] = last % size + 1
-                new[place] = last
+                last = new[place] = self._allocate_after(group, last)
         return new
+
+    def _allocate_after(self, group: int, last: int) -> int:
+        """Allocate a block of a group: if possible the one after `last` in its page."""
+        size = self._blocks_per_page
+        if group in self.scarce:
+            return self._allocate_page()
+        if self._room_after(last):
+            block = last + 1
+            self._references[block // size] += 1
+        else:
+            block = self.allocate(1)[0] * size
+        self._num_used[block // size] = block % size + 1
+        return block
+
+    def allocate_places(self, blocks: list[int], places: Iterable[int]) -> None:
+        """Allocate the blocks at these places of a list, in order; `pages_for_places` are free."""
+        groups = self.num_groups
+        for place in places:
+            blocks[place] = self._allocate_after(place % groups, blocks[place - groups] if place >= groups else FREED)
+
+    def pages_for_places(self, places: Iterable[int]) -> int:
+        """Maximum pages that `allocate_places` takes."""
+        groups, size, count, room = self.num_groups, self._blocks_per_page, 0, dict[int, int]()
+        for place in places:
+            group, left = place % groups, room.pop(place, 0)
+            count += not left
+            if group not in self.scarce:
+                room[place + groups] = left - 1 if left else size - 1
+        return count
 
     def _room_after(self, block: int) -> int:
         """Unused blocks of the page after this block, if it is the last used one."""
@@ -374,26 +435,29 @@ class KVCacheManager:
             for block in range(page * size, page * size + size):
                 digest = self._hash_of[block]
                 if digest is not None:
-                    self._hash_of[block] = None
-                    del self._block_of[digest]
+                    self._forget(block, digest)
             self._references[page] = 1
             allocated.append(page)
         return allocated
 
-    def publish(self, block: int, digest: bytes, step: int | None = None) -> None:
+    def publish(self, block: int, digest: bytes, step: int | None = None) -> bool:
         """Add a full block to the prefix cache. `step` is the step that writes it, if it has not run yet.
 
-        Of two blocks with the same content the first stays in the cache.
+        Of two blocks with the same content the first stays in the cache. Returns whether this one was added.
         """
         if self.enable_prefix_caching and self._hash_of[block] is None and digest not in self._block_of:
             self._hash_of[block] = digest
             self._block_of[digest] = block
             if step is not None:
                 self._unwritten.setdefault(step, []).append(block)
+            return True
+        return False
 
     def mark_written(self, step: int) -> None:
         """Record that this step has run: the blocks published for it are written, or were unpublished."""
         self._unwritten.pop(step, None)
+        if self.listener is not None:
+            self.listener.written(step)
 
     def unpublish(self, hashes: Iterable[bytes]) -> None:
         """Remove from the prefix cache the blocks with these hashes, which are not what they say."""
@@ -408,31 +472,52 @@ class KVCacheManager:
                 self._unpublish(block)
         self._unwritten.clear()
 
+    def unpublish_all(self) -> None:
+        """Empty the prefix cache. Requests keep their blocks."""
+        for block in [*self._block_of.values()]:
+            self._unpublish(block)
+        self._unwritten.clear()
+        if self.listener is not None:
+            self.listener.cleared()
+
     def _unpublish(self, block: int) -> None:
         digest, page = self._hash_of[block], block // self._blocks_per_page
         if digest is not None:
-            self._hash_of[block] = None
-            del self._block_of[digest]
+            self._forget(block, digest)
             if page in self._free and not self._is_cached(page):
                 self._free.move_to_end(page, last=False)
 
+    def _forget(self, block: int, digest: bytes) -> None:
+        self._hash_of[block] = None
+        del self._block_of[digest]
+        if self.listener is not None:
+            self.listener.removed(digest)
+
     def _is_cached(self, page: int) -> bool:
         """Whether a block of the page is in the prefix cache."""
+        return self._num_cached(page) > 0
+
+    def _num_cached(self, page: int) -> int:
+        """Blocks of the page up to the last one in the prefix cache."""
         size = self._blocks_per_page
-        return any(digest is not None for digest in self._hash_of[page * size : page * size + size])
+        own = range(size, 0, -1)
+        return next((count for count in own if self._hash_of[page * size + count - 1] is not None), 0)
 
     def free(self, blocks: list[int]) -> None:
-        """Drop a request's references. Its blocks stay cached; the last of the chain is evicted first."""
-        size = self._blocks_per_page
+        """Drop references. Cached blocks stay cached; the last of a chain is evicted first."""
         for block in reversed(blocks):
-            page, offset = divmod(block, size)
+            page = block // self._blocks_per_page
             self._references[page] -= 1
-            if self._hash_of[block] is None and self._num_used[page] == offset + 1:
-                self._num_used[page] = offset  # the next request of the chain continues here
             if not self._references[page]:
                 self._free[page] = None
-                if self._hash_of[block] is None and not self._is_cached(page):
+                self._num_used[page] = self._num_cached(page)  # the next request of the chain continues after them
+                if not self._num_used[page]:
                     self._free.move_to_end(page, last=False)
+
+    def num_pages_only_in(self, blocks: Iterable[int]) -> int:
+        """Return the pages that are free once a reference to each of these blocks has been dropped."""
+        counts = Counter(block // self._blocks_per_page for block in blocks)
+        return sum(self._references[page] == count for page, count in counts.items())
 
     def check_windows(self, blocks: list[int], position: int, row_tokens: int) -> None:
         """Assert that a request has the blocks that its queries from `position` on see, and no more than the limit."""
@@ -454,7 +539,7 @@ class KVCacheManager:
             assert len(without_freed) <= max_blocks, "blocks outside the window are kept"
 
     def check_integrity(self, block_lists: Iterable[list[int]]) -> None:
-        """Assert the invariants, given the block lists of all requests."""
+        """Assert the invariants, given the block lists of all requests, loads and copies."""
         size = self._blocks_per_page
         counts = [0] * len(self._references)
         used = [0] * len(self._references)
@@ -468,5 +553,7 @@ class KVCacheManager:
         published = {digest: block for block, digest in enumerate(self._hash_of) if digest is not None}
         assert published == self._block_of, "hashes are off"
         assert len(published) == len(self._hash_of) - self._hash_of.count(None), "two blocks have one hash"
+        if self.listener is not None:
+            self.listener.check_integrity(published)
         if size > 1:
             assert all(map(int.__ge__, self._num_used, used)), "a block in use counts as unused"

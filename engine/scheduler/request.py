@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason, Phase
 from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.scheduler.event_hashes import EventBlock
 from quire.engine.scheduler.grammar import Grammar
 from quire.engine.scheduler.ngram import TokenLookup
 
@@ -70,6 +71,12 @@ class Request:
     order; the first `num_published` of them are in the prefix cache."""
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    event_blocks: list[EventBlock] = field(default_factory=list)
+    """With KV events: its first blocks, as routers know them."""
+    num_offered: int = 0
+    """Links of the chain whose blocks are offered to the KV store, or were when it started."""
+    num_loaded_tokens: tuple[int, int] = (0, 0)
+    """Of `num_cached_tokens`: see `EngineCoreOutput`."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted."""
     started_at: float = 0.0
@@ -150,6 +157,7 @@ class Request:
             finish_reason,
             stop_token_id,
             num_cached_tokens=self.num_cached_tokens or 0,
+            num_loaded_tokens=self.num_loaded_tokens,
             running_seconds=self.running_seconds,
             preempted_after=self.preempted_after,
         )

@@ -7,8 +7,9 @@ cache.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from itertools import chain
 
 from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.scheduler.drafts_in_flight import DraftsInFlight
@@ -25,20 +26,29 @@ class RequestBlocks:
     ) -> None:
         """`media`: how the model takes images; None: it takes none."""
         self.kv, self._in_flight, self._drafts, self._media = kv, in_flight, drafts, media
+        self.on_published: Callable[[Request], None] | None = None
+        """Called when full blocks of a request are published."""
+        self.on_free: Callable[[Request], None] | None = None
+        """Called before the blocks of a request are taken."""
 
-    def find_prefix(self, request: Request, row_tokens: int) -> list[int] | None:
+    def reusable_hashes(self, request: Request) -> list[bytes]:
+        """The hashes of the blocks of a waiting request that may come from the prefix cache."""
+        if not self.kv.enable_prefix_caching:
+            return []
+        self._extend_hashes(request)
+        # At least one token is computed, because the logits of the last token are not cached.
+        return request.hashes[: self.kv.num_full_blocks(request.num_reusable_tokens)]
+
+    def find_prefix(self, request: Request, row_tokens: int, num_reserved: int = 0) -> list[int] | None:
         """Return the blocks of a waiting request's cached prefix, or None if it cannot be admitted now.
 
-        A request is admitted only if there are free blocks for all its known tokens, in chunks of up to `row_tokens`.
-        Otherwise it would be preempted at once.
+        A request is admitted only if there are free blocks for all its known tokens, in chunks of up to `row_tokens`,
+        beside `num_reserved` pages. Otherwise it would be preempted at once.
         """
         kv = self.kv
-        if kv.enable_prefix_caching:
-            self._extend_hashes(request)
-        # At least one token is computed, because the logits of the last token are not cached.
-        cached = kv.match(request.hashes[: kv.num_full_blocks(request.num_reusable_tokens)])
+        cached = kv.match(self.reusable_hashes(request))
         for prefix in (cached, []) if kv.states else (cached,):  # pages that are not full may hold a prefix
-            needed = kv.max_pages_needed(len(request.token_ids), row_tokens, prefix)
+            needed = kv.max_pages_needed(len(request.token_ids), row_tokens, prefix) + num_reserved
             if kv.can_allocate(needed, cached_blocks=kv.without_freed(prefix)):
                 return prefix
         return None
@@ -51,6 +61,8 @@ class RequestBlocks:
     def free(self, request: Request) -> None:
         """Take all blocks of a request. Those that are full stay in the prefix cache."""
         self._publish(request)
+        if self.on_free is not None:
+            self.on_free(request)
         self.kv.free(self.kv.without_freed(request.block_ids))
         request.block_ids, request.num_published = [], 0
 
@@ -102,26 +114,47 @@ class RequestBlocks:
             for index in range(request.num_published, full):
                 block, boundary = request.block_ids[index], kv.num_tokens_in(index) + kv.block_size
                 if block >= 0 and kv.is_kept(index % kv.num_groups, boundary, known):
-                    kv.publish(block, request.hashes[index], step)
+                    self._add(request, index, block, step)
             request.num_published = full
+            if self.on_published is not None:
+                self.on_published(request)
+
+    def publish_loaded(self, request: Request, index: int, block: int) -> None:
+        """Add a block to the prefix cache that was loaded, whose hash is `request.hashes[index]`."""
+        self._add(request, index, block, None)
+
+    def _add(self, request: Request, index: int, block: int, step: int | None) -> None:
+        """Add a block with the request's hash number `index` to the prefix cache, and tell routers."""
+        kv = self.kv
+        if kv.publish(block, request.hashes[index], step) and kv.listener is not None:
+            salt = b"" if request.event_blocks else self._salt(request)
+            kv.listener.describe(request, index // kv.num_groups + 1, salt)
+            kv.listener.stored(request, index, step)
 
     def _extend_hashes(self, request: Request) -> None:
         known, kv = request.core_request, self.kv
-        salt, adapter = known.cache_salt, b"" if known.adapter is None else known.adapter.digest
-        is_one_run = self._media is not None and self._media.is_one_run(known.media)
-        if is_one_run and not request.hashes:  # each block depends on the whole prompt
-            parts = [salt, array("q", known.prompt_token_ids).tobytes()]
-            parts += [item.digest + item.offset.to_bytes(8) for item in known.media]
-            parts += [adapter + known.adapter_start.to_bytes(8)] * bool(adapter)
-            salt = blake2b(b"".join(len(part).to_bytes(8) + part for part in parts), digest_size=16).digest()
-        start = known.adapter_start
+        adapter, start = b"" if known.adapter is None else known.adapter.digest, known.adapter_start
+        salt = b"" if request.hashes else self._salt(request)
         extend_hashes(
             request.hashes, request.token_ids, kv.block_size, salt, kv.num_groups, known.media, adapter, start
         )
 
-    def check_integrity(self, running: Sequence[Request], max_row: int) -> None:
-        """Assert that the running requests have the blocks that they need, if a row has at most `max_row` tokens."""
-        self.kv.check_integrity(self.kv.without_freed(request.block_ids) for request in running)
+    def _salt(self, request: Request) -> bytes:
+        """What the hash chain of a request starts from."""
+        known = request.core_request
+        salt, adapter = known.cache_salt, b"" if known.adapter is None else known.adapter.digest
+        if self._media is not None and self._media.is_one_run(known.media):  # each block depends on the whole prompt
+            parts = [salt, array("q", known.prompt_token_ids).tobytes()]
+            parts += [item.digest + item.offset.to_bytes(8) for item in known.media]
+            parts += [adapter + known.adapter_start.to_bytes(8)] * bool(adapter)
+            salt = blake2b(b"".join(len(part).to_bytes(8) + part for part in parts), digest_size=16).digest()
+        return salt
+
+    def check_integrity(self, running: Sequence[Request], max_row: int, others: Iterable[list[int]] = ()) -> None:
+        """Assert that the running requests have the blocks that they need, if a row has at most `max_row` tokens, and
+        that only they and `others` have blocks."""
+        own = (self.kv.without_freed(request.block_ids) for request in running)
+        self.kv.check_integrity(chain(own, others))
         for request in running:
             assert len(request.block_ids) >= self.kv.num_blocks_for(request.num_computed_tokens)
             self.kv.check_windows(

@@ -22,7 +22,8 @@ While drafts of a model pay, a single stage runs ahead only if all rows can be c
 The scheduler coordinates; other objects own the state between its calls: `TokenBudget` decides how many tokens a plan
 contains, `RequestQueue` which request is next, `RunningRequests` which requests have a slot, `RequestBlocks` which
 memory requests have, `EncoderCacheManager` which images are encoded, `AdapterManager` which adapters the workers have,
-`PlansInFlight` which results are awaited, and `PlanBuilder` which changes the workers receive.
+`KVTransferManager` which KV is loaded from the host and stored there, `PlansInFlight` which results are awaited, and
+`PlanBuilder` which changes the workers receive.
 """
 
 from __future__ import annotations
@@ -30,10 +31,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from itertools import accumulate, repeat, takewhile
-
-import msgspec
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.adapters import AdapterPrepared
@@ -48,6 +46,8 @@ from quire.engine.scheduler.drafts_in_flight import DraftsInFlight
 from quire.engine.scheduler.encoder_cache import EncoderCacheManager
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager
+from quire.engine.scheduler.kv_events import KVEvents
+from quire.engine.scheduler.kv_transfers import KVTransferManager
 from quire.engine.scheduler.model_drafts import ModelSpeculationManager, make_speculation
 from quire.engine.scheduler.outputs import OutputsByClient
 from quire.engine.scheduler.plan_builder import PlanBuilder, PlanLimits
@@ -78,9 +78,11 @@ class Scheduler:
         self.drafts_in_flight = DraftsInFlight()
         media = config.model.architecture.media
         self.blocks = RequestBlocks(self.kv, self.in_flight, self.drafts_in_flight, media=media)
+        if config.kv_events is not None:
+            self.kv.listener = KVEvents(config.kv_events, cache.block_size)
         self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
-        self.encoder_cache = EncoderCacheManager(config, self.in_flight, self.stats)
         self.adapters = AdapterManager(config, self.stats)
+        self.encoder_cache = EncoderCacheManager(config, self.in_flight, self.adapters, self.stats)
         self.requests: dict[str, Request] = {}
         self.running = RunningRequests(self.config.max_num_seqs)
         self.grammars = GrammarCompiler(config.model)
@@ -90,11 +92,12 @@ class Scheduler:
         self.draft_steps = DraftSteps(config, self.blocks, self.in_flight, self.drafts_in_flight)
         self.waiting = RequestQueue()
         self.token_budget = TokenBudget(self.config, self.stages)
+        self.kv_transfers = KVTransferManager(config, self.blocks, self.in_flight, self.token_budget, self.stats)
         self._num_added = 0
         self._admits = True
         """False once this plan has preempted or chosen a victim: that request would be admitted again at once."""
         self._is_blocked = False
-        """The next request was not admitted for lack of free blocks."""
+        """The next request was not admitted for lack of free blocks, or because enough others wait for the KV store."""
         self._next_victim: Request | None = None
         """Left out of the current plan, so that it can be preempted when its result has arrived."""
         self._window_moved: list[Request] = []
@@ -102,9 +105,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there may be a plan. Requests whose adapter the workers read wait for these alone."""
-        adapters = self.adapters
-        return bool(self.running) or len(self.waiting) > 0 or adapters.has_startable or adapters.has_changes
+        """Whether there may be a plan. Requests whose adapter the workers read, or whose KV the store brings, wait for
+        these alone."""
+        if self.running or len(self.waiting) > 0:
+            return True
+        return any(each.has_startable or each.has_changes for each in (self.adapters, self.kv_transfers))
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -153,14 +158,9 @@ class Scheduler:
         if len(request.token_ids) >= request.max_tokens:
             return EngineCoreOutput(core_request.request_id, [], finish_reason="length")
         self._num_added += 1
-        if salt := core_request.cache_salt:  # no request can tell which images those with another salt have
-            core_request.media = [
-                msgspec.structs.replace(item, digest=blake2b(item.digest, key=salt, digest_size=16).digest())
-                for item in core_request.media
-            ]
-        self.encoder_cache.add(request)
         self.requests[core_request.request_id] = request
         if self.adapters.add(request):
+            self.encoder_cache.add(request)
             self.waiting.add(request)
         return None
 
@@ -172,6 +172,7 @@ class Scheduler:
         if error is not None:
             for request in self.adapters.requests_of(answer.digest):
                 if not error:
+                    self.encoder_cache.add(request)
                     self._queue(request)
                     continue
                 output = self._end(request, "error")
@@ -180,7 +181,7 @@ class Scheduler:
         return error, ended
 
     def _queue(self, request: Request) -> None:
-        """Queue a request that has waited for its adapter elsewhere."""
+        """Queue a request that has waited elsewhere."""
         given = request.core_request
         request.share = self.waiting.share(given.share, given.weight)
         self.waiting.add(request)
@@ -202,12 +203,13 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.on_finish(request, len(self.running))
         del self.requests[request.request_id]
-        if request.slot is not None or self.adapters.is_queued(request):
+        if request.slot is not None or (self.adapters.is_queued(request) and not self.kv_transfers.is_waiting(request)):
             self.waiting.finish(request)
         if request.slot is not None:
             self._remove_from_workers(request)
         self.encoder_cache.finish(request)
         self.adapters.finish(request)
+        self.kv_transfers.finish(request)
 
     def _remove_from_workers(self, request: Request) -> None:
         """Free a running request's slot and blocks; only its tokens are kept."""
@@ -223,7 +225,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next plan, or None if nothing can run until a plan in flight has finished."""
-        for request in self.adapters.take_startable():
+        self.kv_transfers.poll()
+        for request in (*self.adapters.take_startable(), *self.kv_transfers.take_startable()):
             self._queue(request)
         if self._awaits_drafts():
             return self._chain()
@@ -280,7 +283,12 @@ class Scheduler:
         self._schedule_chunks(plan, chunks, limits)
         self._admit(plan, limits)
 
-        if plan.num_rows or self.encoder_cache.has_planned or self.adapters.has_changes:
+        if (
+            plan.num_rows
+            or self.encoder_cache.has_planned
+            or self.adapters.has_changes
+            or self.kv_transfers.has_changes
+        ):
             work = self.encoder_cache.planned_work
             output, rows = self._finish_plan(plan)
             self.token_budget.on_scheduled(output, rows, num_decodes, context, work)
@@ -300,7 +308,7 @@ class Scheduler:
             self.draft_steps.ask(plan, self.speculation, num_reserved, has_time=has_time)
         output, rows = plan.finish()
         output.freed_slots, output.media = self.running.take_freed_slots(), self.encoder_cache.take_plan()
-        output.adapters = self.adapters.take_plan()
+        output.adapters, output.kv_copies = self.adapters.take_plan(), self.kv_transfers.take_plan()
         self.in_flight.add(output, rows)
         self.stats.steps += 1
         return output, rows
@@ -448,9 +456,13 @@ class Scheduler:
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Preempt until `count` more tokens fit; returns False if preempting all requests of lower priority is not
-        enough."""
+        enough, or not needed, because copies to the KV store will have ended in time for the next plan or so."""
         self.blocks.free_out_of_window(request)
         needed = self.blocks.pages_needed(request, count)
+        if needed > self.kv.num_free:
+            self.kv_transfers.make_room(needed)
+            if 0 < needed - self.kv.num_free <= self.kv_transfers.num_returning:
+                return False
         while needed > self.kv.num_free:
             last_first = reversed(self.waiting.by_place(self.running))
             if not self._preempt(takewhile(lambda victim: victim is not request, last_first)):
@@ -458,12 +470,21 @@ class Scheduler:
         return True
 
     def _first_waiting(self) -> Request | None:
-        """Return the waiting request to admit next; those before it that wait for an adapter leave the queue."""
+        """Return the waiting request to admit next, if there is one and it need not wait; those before it that wait for
+        an adapter, or for KV from the store, leave the queue."""
         # If blocks are scarce, nobody knows for how many requests they suffice: the lowest load goes first.
         num_places = 0 if self._is_blocked else self.config.max_num_seqs
-        while (request := self.waiting.peek(num_places)) is not None and not self.adapters.can_start(request):
+        while (request := self.waiting.peek(num_places)) is not None:
+            if not self.adapters.can_start(request):
+                self.adapters.wait(request)
+            elif not (num_free := len(self.running.free_slots)):
+                break
+            elif (is_taken := self.kv_transfers.take(request, num_free)) is None:
+                self._is_blocked = True
+                return None
+            elif not is_taken:
+                break
             self.waiting.withdraw(request)
-            self.adapters.wait(request)
         return request
 
     def _admit(self, plan: PlanBuilder, limits: PlanLimits, at_most: int | None = None) -> None:
@@ -478,7 +499,10 @@ class Scheduler:
             self._schedule_chunk(plan, request, self._chunk_size(plan, request, limits))
 
     def _find_prefix(self, request: Request) -> list[int] | None:
-        prefix = self.blocks.find_prefix(request, self.config.max_num_batched_tokens)
+        blocks, transfers, row_tokens = self.blocks, self.kv_transfers, self.config.max_num_batched_tokens
+        prefix = blocks.find_prefix(request, row_tokens, transfers.num_reserved(request))
+        while prefix is None and not self.running and transfers.make_way(request):
+            prefix = blocks.find_prefix(request, row_tokens, transfers.num_reserved(request))
         self._is_blocked = prefix is None
         return prefix
 
@@ -494,6 +518,7 @@ class Scheduler:
         self.waiting.pop(request)
         self.blocks.start(request, prefix)
         self.adapters.start(request)
+        self.kv_transfers.start(request, len(prefix) // self.kv.num_groups)
         request.num_drafter_tokens = request.num_computed_tokens  # whoever has filled these blocks
         self.running.start(request)
         if request.num_cached_tokens is None:
@@ -731,18 +756,23 @@ class Scheduler:
         self.stats.prefilling = len(self.running.prefilling)
         self.stats.kv_blocks_used = self.kv.num_blocks - self.kv.num_free_blocks
         self.adapters.count()
+        self.kv_transfers.count()
         return self.stats
 
     def check_integrity(self) -> None:
         """Assert that requests, slots, blocks and queues agree. Called by tests after every step."""
         # There are slots for the drafts in flight, and for those that are made next.
         most_drafts = 0 if self.speculation is None else self.speculation.config.num_speculative_tokens
-        self.blocks.check_integrity(self.running, self.config.max_num_batched_tokens + 2 * most_drafts)
+        max_row = self.config.max_num_batched_tokens + 2 * most_drafts
+        self.blocks.check_integrity(self.running, max_row, self.kv_transfers.block_lists())
         self.structured_output.check_integrity(self.in_flight.last_finished)
         drafted = self.drafts_in_flight
         drafted.check_integrity(len(self.in_flight))
         waiting = self.waiting.check_integrity(self.running)
-        unqueued = self.adapters.check_integrity(self.running, self.requests.values())
+        unqueued = (
+            *self.adapters.check_integrity(self.running, self.requests.values(), self.encoder_cache.user),
+            *self.kv_transfers.check_integrity(self.requests.values()),
+        )
         requests = [id(r) for r in (*self.running, *waiting, *unqueued)]
         assert sorted(requests) == sorted(id(r) for r in self.requests.values())
         self.running.check_integrity(self.structured_output, drafted)

@@ -126,6 +126,12 @@ class StepTimeModel:
         divisor = slope + math.sqrt(slope * slope + 2 * growth * left)
         return 2 * left / divisor if divisor else math.inf
 
+    def prompt_seconds(self, start: int, end: int) -> float:
+        """The time for a prompt's tokens from `start` to `end`, beside the step's other costs."""
+        self._fit()
+        each, growth = self._coefficients[1] * _SCALE[1], self._coefficients[4] * _SCALE[4]
+        return (end - start) * (each + growth * (start + end) / 2)
+
     def tower_seconds(self, work: TowerWork) -> float:
         """The time of a step of a tower, beside the step's other costs; infinite while it is not known."""
         if not self._knows(work):

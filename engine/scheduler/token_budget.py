@@ -138,6 +138,11 @@ class TokenBudget:
             return share * self.config.itl_target / self.stages  # a token passes through every stage
         return share * max(_MIN_TARGET, _DECODE_STEPS[0] * step_time.predict(StepLoad(0, decodes, context, 0.0)))
 
+    def prompt_seconds(self, start: int, end: int) -> float | None:
+        """Return the expected time for a prompt's tokens from `start` to `end`; None: it is not known."""
+        step_time = self.step_time
+        return step_time.prompt_seconds(start, end) or None if step_time is not None and step_time.is_ready else None
+
     def tower_time(self, decodes: int, context: int, waits_for_encoder: bool) -> TowerTime:
         """Return the time for a tower in a latency-bound step, next to the minimum prompt tokens if a prompt does not
         wait for features. Step times must be modelled."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from quire.engine.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from quire.engine.config.kv_layout import kv_layout
 from quire.engine.core.engine_core import EngineCore, EngineCoreIO, Inbound
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor
+from quire.engine.kv_store.store import KVStore
 from quire.engine.protocol.adapters import AdapterPlan, AdapterRef
 from quire.engine.protocol.engine_core import (
     EngineCoreOutput,
@@ -21,10 +24,12 @@ from quire.engine.protocol.engine_core import (
     ProbeReply,
     ToServer,
 )
+from quire.engine.protocol.kv_store import FromStore, OpenKVStore, ToStore
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import Shutdown
+from quire.engine.scheduler.scheduler import Scheduler
 from quire.engine.scheduler.speculation import SpeculationManager
 from tests.fakes.outputs import each
 
@@ -34,7 +39,7 @@ class CountingWire(EngineCoreIO):
 
     def __init__(self, submits: list[EngineCoreRequest]) -> None:
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
-        self.num_clients = 1
+        self.num_clients, self.has_store = 1, False
         self.outputs: dict[str, list[EngineCoreOutput]] = {submit.request_id: [] for submit in submits}
         self._open = len(submits)
         for submit in submits:
@@ -52,6 +57,45 @@ class CountingWire(EngineCoreIO):
                     self.inbox.put(Probe(0, 0))
 
 
+class LocalStore(KVStore):
+    """Of one core at a time."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.kv_store is not None
+        self.inbox: SimpleQueue[Inbound] = SimpleQueue()
+        super().__init__(kv_layout(config).kinds, config.kv_store.memory_bytes, self._reply)
+
+    def _reply(self, client: bytes, message: FromStore) -> None:
+        self.inbox.put(message)
+
+
+class StoreWire(CountingWire):
+    """Has a KV store in the same process. Requests arrive when it is open, and the core is stopped when it has nothing
+    to store any more."""
+
+    core: EngineCore
+
+    def __init__(self, submits: list[EngineCoreRequest], store: LocalStore) -> None:
+        super().__init__(submits)
+        self.has_store, self._store, self._submits, self.inbox = True, store, submits, SimpleQueue()
+        self._num_opened = 0
+        store.inbox = self.inbox
+
+    def send_store(self, message: ToStore) -> None:
+        self._store.handle(b"core", message)
+        self._store.check_integrity()
+        if isinstance(message, OpenKVStore):
+            self._num_opened += 1
+            for submit in self._submits if self._num_opened == 2 else ():  # the first time, the arena is new
+                self.inbox.put(submit)
+
+    def send(self, client: int, message: ToServer) -> None:
+        if isinstance(message, ProbeReply) and message.call_id and self.core.scheduler.kv_transfers.is_busy:
+            self.inbox.put(Probe(0, 1))
+        else:
+            super().send(client, message)
+
+
 class CheckedCore(EngineCore):
     """Checks the books after every step."""
 
@@ -63,14 +107,18 @@ class CheckedCore(EngineCore):
 class Ranks:
     """Workers that are loaded once, and serve under any scheduler settings afterwards."""
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, executor: Executor | None = None, store: LocalStore | None = None) -> None:
+        """`store` is used by all runs, if `config.kv_store` is set."""
+        self.config, self.store = config, store
+        self._num_runs = 0
         self.executor = executor or factory.start(config, "warning", on_end=lambda: None)
         torch.set_num_threads(1)  # for a rank in this process: its matrices are too small to be shared
         self.stats = EngineStats()
         """The stats of the last `run`."""
+        self.scheduler: Scheduler | None = None
+        """The scheduler of the last `run`."""
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -86,13 +134,14 @@ class Ranks:
         adapters: list[AdapterRef | None] | None = None,
         num_blocks: int | None = None,
         speculation: SpeculationManager | None = None,
+        prepare: Callable[[Scheduler], None] = lambda scheduler: None,
         **settings: Any,
     ) -> list[list[EngineCoreOutput]]:
         """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`.
 
         `reported` is earlier output of each from another replica; the second text of each pair starts at
         `second_segments`; `media` are the images and videos of each, `adapters` their adapters. `speculation`
-        makes the drafts.
+        makes the drafts. `prepare` is called before they are served.
         """
         scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
@@ -119,10 +168,15 @@ class Ranks:
             )
             for i, (prompt, params) in enumerate(requests)
         ]
-        wire = CountingWire(submits)
-        self.executor.on_adapter = wire.inbox.put
-        core = CheckedCore(config, self.executor, wire)
+        wire = CountingWire(submits) if self.store is None else StoreWire(submits, self.store)
+        self.executor.on_report = wire.inbox.put
+        self._num_runs += 1
+        core = CheckedCore(config, self.executor, wire, incarnation=self._num_runs)
+        if isinstance(wire, StoreWire):
+            wire.core = core
         core.scheduler.speculation = speculation or core.scheduler.speculation
+        self.scheduler = core.scheduler
+        prepare(core.scheduler)
         core.run()
         self.stats = core.scheduler.snapshot()
         if adapters and config.lora is not None:  # the next core knows of none

@@ -32,7 +32,7 @@ class LinkedWire:
     """The wire of one core among others; every answer goes to one queue."""
 
     def __init__(self, replica: int, replicas: int) -> None:
-        self.replica, self.num_clients = replica, 1
+        self.replica, self.num_clients, self.has_store = replica, 1, False
         self.peers = tuple(number for number in range(replicas) if number != replica)
         self.wires: list[LinkedWire] = []
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
@@ -81,16 +81,21 @@ class Replicas:
 
 @contextmanager
 def serving(
-    config: EngineConfig, executors: Sequence[Executor], on_failure: Callable[[], None] = lambda: None
+    config: EngineConfig,
+    executors: Sequence[Executor],
+    on_failure: Callable[[], None] = lambda: None,
+    prepare: Callable[[EngineCore], None] = lambda core: None,
 ) -> Iterator[Replicas]:
-    """A core for each executor, which all end by themselves, with nothing under way, once they are to stop."""
+    """A core for each executor, which all end by themselves, with nothing under way, once they are to stop. `prepare`
+    is called with each before it runs."""
     wires = [LinkedWire(replica, len(executors)) for replica in range(len(executors))]
     cores, failures = [], []
     for replica, (wire, executor) in enumerate(zip(wires, executors, strict=True)):
         wire.wires = wires
-        executor.on_adapter = wire.inbox.put
+        executor.on_report = wire.inbox.put
         parallel = replace(config.parallel, replica=replica)
         cores.append(EngineCore(replace(config, parallel=parallel), executor, wire))  # type: ignore[arg-type]
+        prepare(cores[-1])
 
     def run(core: EngineCore) -> None:
         try:

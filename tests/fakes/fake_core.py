@@ -41,15 +41,19 @@ from quire.engine.protocol.engine_core import (
     FinishReason,
     Join,
     ListRequests,
+    PinAdapters,
+    PrefixCacheReset,
     PrepareAdapter,
     PreparedAdapter,
     Probe,
     ProbeReply,
     RequestInfo,
     RequestList,
+    ResetPrefixCache,
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.kv_events import GetKVEvents, KVEventSource, KVEventsState
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.profile import (
     CORE,
@@ -65,6 +69,7 @@ from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import Failed, FromProcess, Heartbeat, Ready, Shutdown, ToProcess
 from tests.fakes.outputs import prompt_logprobs
 
+MAX_PINNED = 2
 MAX_MODEL_LEN = 128
 EOS = 2
 DIE, VANISH, FAIL, HANG, MUTE = range(3, 8)
@@ -148,7 +153,12 @@ class FakeCore:
         self.clients: dict[str, int] = {}
         """The API process of each request."""
         self.asked: dict[str, EngineCoreRequest] = {}
-        self.prepared: list[AdapterRef] = []
+        events = args.config.kv_events
+        self.kv_source: KVEventSource | None = None
+        if events is not None:
+            self.kv_source = KVEventSource(f"tcp://192.0.2.7:{5557 + replica}", None, 1, 2, 3, events.topic)
+        self.pins: dict[int, set[bytes]] = {}
+        """Up to `MAX_PINNED`."""
         self.reported: set[str] = set()
         """Requests whose first output, with the numbers that stand only there, has been sent."""
         self.stats = EngineStats(kv_blocks=100)
@@ -198,10 +208,23 @@ class FakeCore:
                 ]
                 if not self.is_mute:
                     self.send(client, RequestList(call_id, infos, len(found), self.replica, self.incarnation))
-            case PrepareAdapter(client, call_id, adapter):
-                self.prepared.append(adapter)
-                error = "the adapter is bad" if b"bad" in Path(adapter.paths[-1]).name.encode() else ""
-                self.send(client, PreparedAdapter(call_id, error, self.replica, self.incarnation))
+            case GetKVEvents(client, call_id, has_blocks):
+                source, blocks = self.kv_source, b'[{"type": "BlockStored"}]' if has_blocks else b""
+                state = KVEventsState(call_id, source, 7 + self.replica, blocks, self.replica, self.incarnation)
+                self.send(client, state)
+            case ResetPrefixCache(client, call_id, clears_store):
+                error = "the KV store is not up" if clears_store else ""
+                self.send(client, PrefixCacheReset(call_id, error, self.replica, self.incarnation))
+            case PrepareAdapter(client, call_id, adapter, pins):
+                name = Path(adapter.paths[-1]).name.encode()
+                error = "the adapter is bad" if b"bad" in name else "no memory left" if b"unlucky" in name else ""
+                is_invalid = b"unlucky" not in name
+                if pins and not error:
+                    assert adapter.digest in self.pins[client]
+                    error = "too many are pinned" if len(set.union(*self.pins.values())) > MAX_PINNED else ""
+                self.send(client, PreparedAdapter(call_id, error, is_invalid, self.replica, self.incarnation))
+            case PinAdapters(client, digests):
+                self.pins[client] = {*digests}
             case ClockPing(client, call_id, incarnation):
                 self.send(client, ClockReply(call_id, self.replica, incarnation, time.time_ns()))
             case StartProfile() | StopProfile():

@@ -74,6 +74,8 @@ class Row:
     media: Sequence[MediaItem] = ()
     adapter: tuple[int, bytes] | None = None
     """The adapter's slot and digest."""
+    is_unplaced: bool = False
+    """The adapter is not in its slot, so that nothing of this row is valid."""
     joined: tuple[int, ...] = ()
     """The prompt, whose tokens attend to each other in both directions; empty: they do not."""
     histories: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -118,6 +120,12 @@ class FakeModel:
     """The adapters on the device."""
     has_room: Callable[[bytes], bool] = lambda digest: True
     """Whether there is memory on the device for an adapter."""
+    tower_adapters: set[bytes] = field(default_factory=set)
+    """Digests of the adapters that change the tower."""
+    encoded_with: dict[bytes, bytes] = field(default_factory=dict)
+    """By the digest of an item: of the adapter that changes its features."""
+    unencoded: set[bytes] = field(default_factory=set)
+    """Digests of the items whose adapter was not there."""
     rows: dict[int, Row] = field(default_factory=dict)
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     """(number of the token before, or of the group for the first; token) → number: it stands for all tokens so far."""
@@ -167,6 +175,7 @@ class FakeModel:
             if new.adapter_slot != NO_SLOT and new.adapter_slot in self.adapter_slots:
                 row.adapter = new.adapter_slot, self.adapter_slots[new.adapter_slot]
                 row.tokens = with_adapter(tokens, row.adapter[1], new.adapter_start)
+            row.is_unplaced = new.adapter_slot != NO_SLOT and row.adapter is None
             if self.joins_prompt and new.media:
                 row.joined = tuple(tokens[: new.num_prompt_tokens])
             if new.params.prompt_logprobs is not None:
@@ -176,6 +185,7 @@ class FakeModel:
         for digest in () if plan.media is None else plan.media.freed:
             self.features.pop(digest, None)
             self.parts.pop(digest, None)
+            self.unencoded.discard(digest)
         return unplaced
 
     def _change_adapters(self, plan: AdapterPlan) -> dict[bytes, str]:
@@ -203,8 +213,21 @@ class FakeModel:
                     failures[item.digest] = DAMAGED
                 self.features[item.digest] = item.num_features
                 continue
+            if item.digest in self.unencoded:
+                assert item.data is None, "it is encoded again"
+                continue
             assert (item.data is None) == (item.digest in self.parts), "it is begun again, or was not begun"
             assert item.digest not in self.features, "it is encoded again"
+            if (slot := media.adapter_slots.get(item.digest)) is not None:
+                assert item.data is not None
+                if slot not in self.adapter_slots:
+                    failures[item.digest] = DAMAGED
+                    self.features[item.digest] = item.num_features
+                    self.unencoded.add(item.digest)
+                    continue
+                self.encoded_with[item.digest] = self.adapter_slots[slot]
+            adapter = self.encoded_with.get(item.digest)
+            assert adapter is None or adapter in self.adapter_slots.values(), "its adapter has lost its slot"
             _, done = self.parts.pop(item.digest, (0, 0))
             assert self.tower is not None
             total = self.tower.num_steps(item, "cpu")
@@ -296,6 +319,10 @@ class FakeModel:
                 start, stop = item.offset + run.start, item.offset + run.start + run.length
                 if start < end and row.computed < stop:
                     assert item.digest in self.features, "the features are missing"
+                    adapter = None if row.adapter is None else row.adapter[1]
+                    expected = adapter if adapter in self.tower_adapters else None
+                    is_valid = not row.is_unplaced and item.digest not in self.damaged | self.unencoded
+                    assert not is_valid or self.encoded_with.get(item.digest) == expected, "another adapter's features"
                     assert end >= stop or not self.is_bidirectional, "a row ends inside a run"
         if not self.num_blocks:
             assert row.computed == 0
@@ -352,6 +379,8 @@ class FakeModel:
 
     def _read(self, row: Row, count: int) -> None:
         """Every token that the last `count` see must be theirs."""
+        if row.is_unplaced:
+            return
         for group, kind in enumerate(self.groups if self.num_blocks else ()):
             if kind.is_state:
                 continue

@@ -15,8 +15,8 @@ from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.executor.base import StepFuture
-from quire.engine.protocol.adapters import AdapterPrepared
 from quire.engine.protocol.profile import TracePiece
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
 from quire.engine.protocol.supervision import LogLevel, Reload
@@ -43,7 +43,7 @@ class ThreadExecutor:
     """Loads as it is made, and runs each rank's plans in a thread."""
 
     on_trace: Callable[[TracePiece], None]
-    on_adapter: Callable[[AdapterPrepared], None]
+    on_report: Callable[[RankReport], None]
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, parallel = config, config.parallel
@@ -59,7 +59,7 @@ class ThreadExecutor:
                 experts = None if parallel.experts is None else group
                 links = ParallelState(group.tp, QueuePipeline(stage, stages, queues[rank]), experts)
                 number, cpu = stage * tp + rank, torch.device("cpu")
-                runner = ModelRunner(config, number, links, cpu, on_adapter=lambda prepared: self.on_adapter(prepared))
+                runner = ModelRunner(config, number, links, cpu, on_report=lambda report: self.on_report(report))
                 plans: SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None] = SimpleQueue()
                 self._plans.append(plans)
                 self._threads.append(threading.Thread(target=self._run, args=(runner, plans), daemon=True))

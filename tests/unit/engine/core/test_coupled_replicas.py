@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig, LoraConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig, KVStoreConfig, LoraConfig
 from quire.engine.core import engine_core as cores
 from quire.engine.core.engine_core import EngineCore, root_cause
 from quire.engine.executor.base import Executor, WorkerError
 from quire.engine.protocol.adapters import AdapterPrepared, AdapterRef
-from quire.engine.protocol.engine_core import ReplicaFailed
+from quire.engine.protocol.engine_core import ReplicaFailed, ResetPrefixCache
+from quire.engine.protocol.kv_store import ToStore
 from quire.engine.protocol.profile import TracePiece
+from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
 from quire.engine.protocol.supervision import LogLevel, Reload, Shutdown
+from quire.engine.scheduler import kv_transfers
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
+from tests.fakes.kv_transfers import FakeCopies, FakeStore, layout
 from tests.fakes.model import FakeModel, with_adapter
 from tests.unit.engine.scheduler.test_scheduler import continuation
 
@@ -72,17 +76,24 @@ class MeetingExecutor:
     replica: int
     meeting: Meeting
     model: FakeModel
+    copies: FakeCopies | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.on_trace: Callable[[TracePiece], None] = lambda piece: None
-        self.on_adapter: Callable[[AdapterPrepared], None] = lambda prepared: None
+        self.on_report: Callable[[RankReport], None] = lambda report: None
 
     def submit(self, plan: SchedulerOutput, limit: float) -> Step:
         self.meeting.join(self.replica, plan)
         for adapter in () if plan.adapters is None else plan.adapters.prepared:
             for rank in range(self.config.parallel.world_size):
-                self.on_adapter(AdapterPrepared(adapter.digest, rank, 1, 1))
+                self.on_report(AdapterPrepared(adapter.digest, rank, 1, 1))
+        if plan.kv_copies is not None:
+            assert self.copies is not None
+            self.copies.begin(plan.kv_copies)
+            while self.copies.pending:
+                for answer in self.copies.end(0):
+                    self.on_report(answer)
         return Step(self.meeting, self.model.execute(plan))
 
     def check(self) -> None:
@@ -110,22 +121,34 @@ class Met(Replicas):
 
 
 @contextmanager
-def running(replicas: int, stages: int, depth: int) -> Iterator[Met]:
-    """The cores, which all end by themselves, with nothing under way, once they are to stop."""
+def running(replicas: int, stages: int, depth: int, stores: Sequence[FakeStore] = ()) -> Iterator[Met]:
+    """The cores, each with a store, if there are some. They all end by themselves, with nothing under way, once they
+    are to stop."""
     config = engine_config(stages=stages, depth=depth)
     config = replace(config, parallel=replace(config.parallel, replicas=replicas, experts=ExpertParallelConfig()))
     config = replace(config, lora=LoraConfig(num_slots=2, device_bytes=2, host_bytes=9))
+    kinds = layout(config.cache.groups).kinds
+    if stores:
+        config = replace(config, kv_store=KVStoreConfig(memory_bytes=1 << 20, min_tokens=8))
     cache, scheduler, meeting = config.cache, config.scheduler, Meeting(replicas)
-    executors: list[Executor] = [
-        MeetingExecutor(
-            config,
-            replica,
-            meeting,
-            FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=stages == 1),
-        )
-        for replica in range(replicas)
+    models = [
+        FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=stages == 1)
+        for _ in range(replicas)
     ]
-    with serving(config, executors, on_failure=meeting.end) as them:
+    executors = list[Executor]()
+    for replica, model in enumerate(models):
+        copies = FakeCopies(model, stores[replica], kinds, config.parallel.world_size) if stores else None
+        executors.append(MeetingExecutor(config, replica, meeting, model, copies))
+
+    def connect(core: EngineCore) -> None:
+        def send(message: ToStore) -> None:
+            for answer in stores[core.replica].handle(message):
+                core.io.inbox.put(answer)
+
+        if stores:
+            core.scheduler.kv_transfers.connect(send, core.replica, 1)
+
+    with serving(config, executors, meeting.end, connect) as them:
         yield Met(them.wires, them.cores, meeting)
     assert len({len(plans) for plans in meeting.plans}) == 1
 
@@ -163,6 +186,35 @@ def test_each_replica_has_adapters_of_its_own(stages: int, depth: int) -> None:
             them.submit(number, "a", [1, 2, 3], 5, adapter)
         for number, adapter in enumerate(adapters):
             assert them.wires[number].answer("a") == continuation(with_adapter([1, 2, 3], adapter.digest, 0), 5)
+
+
+def test_each_replica_loads_and_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle replica wakes the others for its copies, and one that waits for a silent store does not wait for long
+    while others have work."""
+    monkeypatch.setattr(kv_transfers, "kv_layout", lambda config: layout(config.cache.groups))
+    stores, prompt = [FakeStore(1), FakeStore(1)], [*range(40)]
+    with running(2, 1, 2, stores) as them:
+        kv_caches = [core.scheduler.kv for core in them.cores]
+        waited = threading.Event()
+        while not all(core.scheduler.kv_transfers.is_open for core in them.cores):
+            waited.wait(0.01)
+        for replica in range(2):
+            them.submit(replica, "first", prompt, 5)
+            assert them.wires[replica].answer("first") == continuation(prompt, 5)
+        while not all(len(store.entries) == 11 for store in stores):
+            waited.wait(0.01)
+        for replica in range(2):
+            them.wires[replica].inbox.put(ResetPrefixCache(0, replica))
+            them.submit(replica, "loaded", prompt, 5)
+            assert them.wires[replica].answer("loaded") == continuation(prompt, 5)
+            assert them.cores[replica].scheduler.stats.kv_loaded_memory_tokens == 36
+            them.wires[replica].inbox.put(ResetPrefixCache(0, replica))
+        stores[1].handle = lambda message: []  # type: ignore[method-assign]
+        them.submit(0, "long", [1, 2, 3], 120)
+        them.submit(1, "late", prompt, 5)
+        assert them.wires[1].answer("late") == continuation(prompt, 5)
+        assert them.wires[0].answer("long") == continuation([1, 2, 3], 120)
+    assert all(kv.num_free == kv.num_blocks for kv in kv_caches)
 
 
 def test_a_probe_runs_a_step_on_all_replicas() -> None:

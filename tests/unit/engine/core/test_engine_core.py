@@ -11,11 +11,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
-from quire.engine.config.engine_config import LoraConfig
+from quire.engine.config.engine_config import KVStoreConfig, LoraConfig
 from quire.engine.core import engine_core, media_files
 from quire.engine.core.engine_core import EngineCore, GrammarCompiled, Inbound, RankEnded
 from quire.engine.core.media_files import keep_open
@@ -31,15 +32,19 @@ from quire.engine.protocol.engine_core import (
     Join,
     ListRequests,
     Phase,
+    PinAdapters,
+    PrefixCacheReset,
     PrepareAdapter,
     PreparedAdapter,
     Probe,
     ProbeReply,
     RequestInfo,
     RequestList,
+    ResetPrefixCache,
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.kv_store import ClearKV, KVCleared, KVCopied, KVStoreOpened, OfferKV, ToStore
 from quire.engine.protocol.media import MediaData, MediaItem, MediaRun
 from quire.engine.protocol.profile import ProfileOptions, StartProfile
 from quire.engine.protocol.runner_output import ModelRunnerOutput
@@ -47,11 +52,12 @@ from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutp
 from quire.engine.protocol.scheduler_output import MediaPlan, SchedulerOutput
 from quire.engine.protocol.stats import ExpertLoad, LogRecord, RankStats
 from quire.engine.protocol.supervision import LogLevel, Reload, SetLogLevel, Shutdown
-from quire.engine.scheduler import adapters
+from quire.engine.scheduler import adapters, kv_transfers
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.engine.scheduler.step_time import StepTimeModel
 from tests.fakes.configs import engine_config
+from tests.fakes.kv_transfers import FakeStore, layout
 from tests.fakes.model import FakeModel
 from tests.fakes.outputs import each
 from tests.unit.engine.scheduler.test_scheduler import continuation
@@ -238,6 +244,7 @@ def test_a_call_to_prepare_an_adapter_is_answered_when_all_ranks_have_answered()
     parallel = replace(core.config.parallel, tensor_parallel_size=2)
     core.scheduler = Scheduler(replace(core.config, lora=lora, parallel=parallel))
     wire, one, other = wire_of(core), AdapterRef(b"1" * 32, ("a",)), AdapterRef(b"2" * 32, ("b",))
+    large = AdapterRef(b"3" * 32, ("c",))
 
     def answers() -> list[tuple[int, int, str]]:
         sent = [(client, message) for client, message in wire.sent if isinstance(message, PreparedAdapter)]
@@ -268,6 +275,92 @@ def test_a_call_to_prepare_an_adapter_is_answered_when_all_ranks_have_answered()
     assert (output.request_id, output.finish_reason, output.error) == ("a", "error", "NaN in q_proj")
     core.handle(PrepareAdapter(0, 12, AdapterRef(b"", ())))
     assert answers() == [(0, 12, "the adapter has no digest of 32 bytes, or no path")]
+    core.handle(AdapterPrepared(other.digest, 0, error="no disk", is_invalid=False))
+    core.handle(PrepareAdapter(0, 13, other))
+    core.handle(AdapterPrepared(other.digest, 0, error="no disk", is_invalid=False))
+    (answer,) = [message for _, message in wire.sent if isinstance(message, PreparedAdapter)]
+    assert (answer.call_id, answer.error, answer.is_invalid) == (13, "no disk", False)
+    core.handle(AdapterPrepared(other.digest, 1, 9, 1))
+    wire.sent.clear()
+    core.handle(PinAdapters(0, [one.digest]))
+    core.handle(PrepareAdapter(0, 14, one, pins=True))
+    assert answers() == [(0, 14, "")]
+    core.handle(PinAdapters(1, [large.digest]))
+    core.handle(PrepareAdapter(1, 15, large, pins=True))
+    for rank in range(2):
+        core.handle(AdapterPrepared(large.digest, rank, 9, 1))
+    ((_, call_id, error),) = answers()
+    assert (call_id, "of which 1 B are pinned" in error, "--lora-memory" in error) == (15, True, True)
+    core.handle(PinAdapters(0, []))
+    core.handle(Join(1))
+    core.handle(PinAdapters(0, [large.digest]))
+    core.handle(PrepareAdapter(0, 16, large, pins=True))
+    for rank in range(2):
+        core.handle(AdapterPrepared(large.digest, rank, 9, 1))
+    assert answers() == [(0, 16, "")]
+
+
+def test_a_call_to_clear_the_store_is_answered_when_it_has_been() -> None:
+    core = core_with({}, [])
+    wire, asked = wire_of(core), list[ToStore]()
+
+    def answers() -> list[tuple[int, int, str]]:
+        sent = [(client, message) for client, message in wire.sent if isinstance(message, PrefixCacheReset)]
+        wire.sent.clear()
+        return [(client, message.call_id, message.error) for client, message in sent]
+
+    core.handle(ResetPrefixCache(0, 0, clears_store=True))
+    assert answers() == [(0, 0, "")], "this host has none"
+    core.config = replace(core.config, kv_store=KVStoreConfig(memory_bytes=1 << 20))
+    core.scheduler = Scheduler(core.config)
+    core.scheduler.kv_transfers.connect(asked.append, 0, 1)
+    core.handle(ResetPrefixCache(0, 1))
+    core.handle(ResetPrefixCache(0, 2, clears_store=True))
+    assert answers() == [(0, 1, ""), (0, 2, "the KV store is not up")]
+    for _ in range(2):
+        core.handle(KVStoreOpened("/arena", 1 << 20))
+    for client in (0, 1, 0):
+        core.handle(ResetPrefixCache(client, 3, clears_store=True))
+    first, second, third = (message.call_id for message in asked if isinstance(message, ClearKV))
+    core.handle(Join(1))  # its predecessor has asked
+    assert answers() == []
+    core.handle(KVCleared(second, 0))
+    core.handle(KVCleared(first, 9, "not all"))
+    assert answers() == [(0, 3, "not all")]
+    core.handle(KVStoreOpened("/arena", 1 << 20))  # it was silent for some time
+    assert answers() == []
+    core.handle(KVStoreOpened("/another", 1 << 20))
+    core.handle(KVCleared(third, 0))
+    assert answers() == [(0, 3, "the KV store was started again meanwhile")]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_stopping_core_stores_what_has_been_computed(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    """If the store answers in time."""
+    monkeypatch.setattr(kv_transfers, "kv_layout", lambda config: layout(config.cache.groups))
+    monkeypatch.setattr(engine_core, "_STORE_TIMEOUT", 60.0 if answers else 0.1)
+    core = core_with({0: [Shutdown()]}, [])
+    core.config = replace(core.config, kv_store=KVStoreConfig(memory_bytes=1 << 20, min_tokens=8))
+    core.scheduler, store, inbox = Scheduler(core.config), FakeStore(1), wire_of(core).inbox
+    submit_plan = core.executor.submit
+
+    def send(message: ToStore) -> None:
+        for reply in store.handle(message) if answers or not isinstance(message, OfferKV) else ():
+            inbox.put(reply)
+
+    def with_copies(plan: SchedulerOutput, limit: float) -> Any:
+        for copy in () if plan.kv_copies is None else plan.kv_copies.stores:
+            inbox.put(KVCopied(0, [copy.number]))
+        return submit_plan(plan, limit)
+
+    monkeypatch.setattr(core.executor, "submit", with_copies)
+    core.scheduler.kv_transfers.connect(send, 0, 1)
+    core.scheduler.kv_transfers.poll()
+    while not core.scheduler.kv_transfers.is_open:
+        core.handle(inbox.get_nowait())
+    inbox.put(submit(0, "a", [*range(20)], 1))
+    core.run()
+    assert len(store.entries) == (5 if answers else 0)
 
 
 def test_an_answer_about_an_adapter_wakes_an_idle_engine() -> None:
@@ -338,6 +431,20 @@ def test_when_a_rank_dies_no_request_is_ended_as_all_go_on_elsewhere() -> None:
     core.close()
     for client, request_id in ((0, "a"), (1, "b")):
         assert not [o for o in wire_of(core).outputs(client, request_id) if o.finish_reason]
+
+
+def test_a_rank_that_stops_copying_kv_ends_the_core_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_with({}, [submit(0, "a", [1], 50)])
+    limits: list[float] = []
+
+    def hung_ranks(seconds: float) -> list[int]:
+        limits.append(seconds)
+        return [1] * (len(limits) > 5)
+
+    monkeypatch.setattr(core.scheduler.kv_transfers, "hung_ranks", hung_ranks)
+    with pytest.raises(WorkerError, match="rank 1 did not copy KV for 10 s"):
+        core.run()
+    assert limits == [core.config.parallel.watchdog_seconds] * 6
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:

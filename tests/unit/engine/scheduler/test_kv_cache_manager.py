@@ -208,3 +208,28 @@ def test_blocks_that_fill_pages_share_none() -> None:
     assert kv.num_free == 10
     kv.check_integrity([])
     assert kv.match(hashes) == blocks
+
+
+def test_a_page_of_two_requests_is_used_until_both_have_ended() -> None:
+    """Though the prefix cache forgets its blocks meanwhile."""
+    groups = [KVCacheGroup(), KVCacheGroup(is_state=True)]
+    kv = KVCacheManager(40, 4, enable_prefix_caching=True, groups=groups, blocks_per_page=4)
+    hashes: list[bytes] = []
+    extend_hashes(hashes, [*range(8)], 4, num_groups=2)
+    first: list[int] = []
+    kv.extend(first, hashes, 0, 8, 8, 8)
+    for index in (0, 2, 3):
+        kv.publish(first[index], hashes[index])
+    second = kv.match(hashes)
+    assert kv.without_freed(second) == [first[0], first[2], first[3]]
+    kv.touch(kv.without_freed(second))
+    kv.unpublish_all()
+    kv.free(kv.without_freed(first))
+    kv.check_integrity([kv.without_freed(second)])
+    third: list[int] = []
+    kv.extend(third, [], 0, 8, 8, 8)
+    assert not {*kv.without_freed(third)} & {*second}
+    kv.free(kv.without_freed(second))
+    kv.free(kv.without_freed(third))
+    kv.check_integrity([])
+    assert kv.num_free == 10

@@ -585,6 +585,24 @@ def test_a_continuation_is_found_in_the_cache_up_to_its_last_known_block() -> No
     assert engine.outputs["b"][0].num_cached_tokens == 16
 
 
+@AHEAD_AND_WINDOWS
+def test_nothing_is_found_of_what_was_cached_before_a_reset(stages: int, depth: int, windows: Windows) -> None:
+    engine = Engine(engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=16))
+    prompt = list(range(40))
+    engine.add("before", prompt, max_tokens=20)
+    for _ in range(4):
+        engine.turn()
+    engine.scheduler.kv.unpublish_all()
+    engine.add("after", prompt, max_tokens=4)
+    engine.run()
+    engine.add("again", prompt, max_tokens=4)
+    engine.run()
+    assert engine.tokens("before") == continuation(prompt, 20)
+    assert engine.tokens("after") == engine.tokens("again") == continuation(prompt, 4)
+    assert engine.outputs["after"][0].num_cached_tokens == 0
+    assert engine.outputs["again"][0].num_cached_tokens >= 32
+
+
 def test_what_can_never_run_is_refused_at_once() -> None:
     engine = Engine(engine_config(max_model_len=32))
     engine.add("empty", [])
