@@ -92,7 +92,7 @@ connection.request('GET', '/health/live'); raise SystemExit(connection.getrespon
 # tini reaps the processes of a part that has died; it passes SIGTERM on, and the exit code back.
 ENTRYPOINT ["tini", "-s", "--", "sh", "-c", "\
 case $1 in \
-bench|chat|complete|completion|doctor|merge|plan|profile|quantize|run-batch|serve|-h|--help|--version) ;; \
+bench|chat|complete|completion|doctor|kv|merge|plan|profile|quantize|run-batch|serve|-h|--help|--version) ;; \
 *) set -- serve \"$@\" ;; \
 esac; exec quire \"$@\"", "quire"]
 CMD ["serve", "--help"]

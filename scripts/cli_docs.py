@@ -108,9 +108,11 @@ def _sentence(text: str) -> str:
 
 
 def _marked(text: str) -> str:
-    """Flags and names with characters that Markdown interprets, as code."""
+    """Flags, JSON objects, and names with characters that Markdown interprets, as code."""
     parts = text.split("`")
-    parts[::2] = (re.sub(r"(?<![\w-])--[a-z][\w-]*|[\w.]*[*_][\w.*]+", r"`\g<0>`", part) for part in parts[::2])
+    parts[::2] = (
+        re.sub(r"\{.*?\}+|(?<![\w-])--[a-z][\w-]*|[\w.]*[*_][\w.*]+", r"`\g<0>`", part) for part in parts[::2]
+    )
     return "`".join(parts)
 
 

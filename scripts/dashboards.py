@@ -203,6 +203,25 @@ SCHEDULER = [
         [("sum by (source) (rate(quire:prompt_tokens_by_source_total{%}[$__rate_interval]))", "{{source}}")],
     ),
     Panel(
+        "Cached prompt tokens by tier, per second",
+        [("sum by (source) (rate(quire:prompt_tokens_cached_by_source_total{%}[$__rate_interval]))", "{{source}}")],
+        description="host and disk: the KV store's.",
+    ),
+    Panel(
+        "KV store in use",
+        [("quire:kv_store_bytes{%} / quire:kv_store_capacity_bytes{%}", "{{host}} {{tier}}")],
+        unit="percentunit",
+        description="Of the host's memory, and of its disk.",
+    ),
+    Panel(
+        "KV store, bytes per second",
+        [
+            ("sum by (tier) (rate(quire:kv_store_read_bytes_total{%}[$__rate_interval]))", "{{tier}} read"),
+            ("sum by (tier) (rate(quire:kv_store_written_bytes_total{%}[$__rate_interval]))", "{{tier}} written"),
+        ],
+        unit="Bps",
+    ),
+    Panel(
         "Preemptions per second",
         [("rate(quire:num_preemptions_total{%}[$__rate_interval])", _REPLICA)],
         description="Requests that lost their KV blocks and are computed again.",

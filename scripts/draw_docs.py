@@ -384,6 +384,38 @@ def adapters() -> str:
     return drawing.svg()
 
 
+def kv_tiers() -> str:
+    """The devices of two replicas, the KV store of their host, and its disk."""
+    drawing = Drawing(420, "KV tiers: the devices of two replicas, the memory of their host, and its disk")
+    for replica, left in enumerate((20, 220)):
+        drawing.box(left, 50, 180, 130, ("#f7f9fb", "#9aa5b1"))
+        drawing.text(left, 38, f"replica {replica}", anchor="start", bold=True)
+        drawing.box(left + 14, 64, 152, 44, WHITE, "scheduler\nload or compute?")
+        drawing.box(left + 14, 122, 152, 44, BLUE, "KV cache\nof its devices")
+        drawing.arrow((left + 60, 182), (left + 60, 257), colour=ORANGE[1])
+        drawing.arrow((left + 120, 257), (left + 120, 182), colour=GREEN[1])
+    drawing.text(440, 212, "full blocks, once computed", anchor="start", size=13, colour=ORANGE[1])
+    drawing.text(440, 236, "prefixes that load faster than they compute", anchor="start", size=13, colour=GREEN[1])
+    drawing.box(
+        20, 260, 380, 56, PURPLE, "KV store: memory of the host\n--kv-offloading-size; entries by hash, with checksums"
+    )
+    drawing.arrow((110, 318), (110, 357), colour=ORANGE[1])
+    drawing.arrow((310, 357), (310, 318), colour=GREEN[1])
+    drawing.text(440, 336, "everything, within seconds", anchor="start", size=13, colour=ORANGE[1])
+    drawing.text(440, 354, "what is asked for, and matches its checksum", anchor="start", size=13, colour=GREEN[1])
+    drawing.box(20, 360, 380, 44, GREY, "disk\n--kv-disk; survives restarts")
+    drawing.box(560, 366, 210, 32, WHITE, "other servers on the folder", dashed=True)
+    drawing.arrow((402, 382), (557, 382), both=True, dashed=True)
+    for line, text in enumerate(
+        (
+            "Nothing waits for a tier: what does not come,",
+            "comes late or has another checksum is computed.",
+        )
+    ):
+        drawing.text(440, 96 + 20 * line, text, anchor="start", size=13, colour=QUIET)
+    return drawing.svg()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "processes": processes,
     "request": request,
@@ -392,5 +424,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "kv-cache": kv_cache,
     "rank-grid": rank_grid,
     "adapters": adapters,
+    "kv-tiers": kv_tiers,
 }
 """The pictures by the names of their files."""

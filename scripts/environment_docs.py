@@ -36,6 +36,7 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "HF_HUB_DISABLE_PROGRESS_BARS": "The same for downloads from Hugging Face.",
             "QUIRE_CLUSTER_TOKEN": "Secret that the hosts of a server share, if neither `--cluster-token` nor "
             "`--cluster-token-file` is given.",
+            "PYTHONHASHSEED": "With `--kv-events-config`, the seed of the hashes in KV events, as for vLLM.",
             "QUIRE_CPU_ISA": "The instruction set that CPU kernels are compiled for and chosen by: `avx512_bf16`, "
             "`avx512_vnni`, `avx512`, `avx_vnni`, `avx2` or `neon_dotprod`. Default: the most capable one "
             "that the processor has.",

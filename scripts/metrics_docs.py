@@ -9,9 +9,10 @@ from markdown_table import code, table
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.config.engine_config import LoraConfig, MediaConfig
+from quire.engine.config.engine_config import KVStoreConfig, LoraConfig, MediaConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
+from quire.engine.protocol.kv_store import KVStoreStats
 from quire.engine.protocol.stats import GROUPS, ExpertLoad, GpuUsage, RankStats, RankUsage
 from quire.server.client.media_metrics import KINDS, RESULTS
 from quire.server.client.metrics import FINISH_REASONS, SHOWN_STATES, VLLM_NAMES, Metrics
@@ -35,7 +36,9 @@ its counters and histograms, so that sums over replicas do not fall; its gauges 
 | `rank`, `stage` | number of the rank in its replica, and of its pipeline stage |
 | `state` | {states} |
 | `finished_reason` | {reasons} |
-| `source` | `local_compute`, or `local_cache_hit`: the prefix cache |
+| `source` | `local_compute`, `local_cache_hit`: the prefix cache of the devices, `external_kv_transfer`: the \
+[KV store](../guides/kv-tiers.md); of cached tokens `device`, `host`, `disk` |
+| `host`, `tier` | of a KV store: its host, and `memory` or `disk` |
 | `group` | {groups}: tensor parallelism, pipeline parallelism, expert parallelism |
 | `direction` | `received`, `sent` |
 | `method`, `route` | of an HTTP request: a template, such as `/v1/models/{{name:path}}`; `none` for unknown paths |
@@ -53,6 +56,7 @@ Some metrics exist only where they apply, as their condition says:
   Values are sampled every 2 seconds.
 - *experts*: `--enable-expert-parallel`. Models with very many experts have no `quire:expert_tokens_total`.
 - *media*: models that take images or videos.
+- *KV store*: `--kv-offloading-size` or `--kv-disk`; those of the tier `disk` with the latter only.
 - *adapters*: `--enable-lora`. They have the label `adapter`, the name of the [adapter](../guides/lora.md). Each API
   process counts 127 names by themselves, and all further ones as `others`; a name that was unloaded makes room.
 """
@@ -70,6 +74,7 @@ def render() -> str:
         "experts": _collect(has_experts=True),
         "media": _collect(takes_media=True),
         "adapters": _collect(takes_adapters=True),
+        "KV store": _collect(has_store=True),
     }
     rows: dict[str, tuple[str, ...]] = {}
     for condition, metrics in servers.items():
@@ -103,6 +108,7 @@ def _collect(
     has_experts: bool = False,
     takes_media: bool = False,
     takes_adapters: bool = False,
+    has_store: bool = False,
 ) -> list[Metric]:
     """The metrics of a server like this, without aliases."""
     config = resolve(EngineOptions(device="cpu"))
@@ -113,6 +119,8 @@ def _collect(
         config = replace(config, media=media)
     if takes_adapters:
         config = replace(config, lora=LoraConfig(num_slots=2, device_bytes=0, host_bytes=0))
+    if has_store:
+        config = replace(config, kv_store=KVStoreConfig(memory_bytes=0))
     metrics = Metrics("MODEL", config=config, vllm_names=False)
     metrics.state(0, "up")
     metrics.http.begin(row := metrics.http.row("POST /v1/completions"))
@@ -122,6 +130,8 @@ def _collect(
     metrics.adapters.start("sql", 0.0)
     gpu = GpuUsage(0, 0, 0.0, 0.0, 0, 0, 0, 0) if on_gpu else None
     metrics.rank_stats = {0: [RankStats(steps=int(on_cpu), usage=RankUsage(0.0, 0, 0, gpu))]}
+    if has_store:
+        metrics.take_store(0, "localhost", KVStoreStats(disk_capacity=1))
     if has_experts:
         metrics.expert_load = ExpertLoad(layers={0: 1}, tokens=array("q", [1]).tobytes(), imbalance=1.0, moved=0)
     return list(text_string_to_metric_families(metrics.exposition().decode()))

@@ -37,8 +37,10 @@ from quire.server.openai import (
     completions,
     embeddings,
     files,
+    kv_events,
     log_level,
     pooling,
+    prefix_cache,
     profile,
     replicas,
     responses,
@@ -58,7 +60,7 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
     app.state.quire = state
     families = (
         *(chat, completions, embeddings, pooling, scores, messages, responses),
-        *(files, tokenize, adapters, replicas, profile, log_level, sagemaker_vertex, status),
+        *(files, tokenize, adapters, replicas, prefix_cache, kv_events, profile, log_level, sagemaker_vertex, status),
     )
     routers = [each.router for each in families]
     for router in routers:

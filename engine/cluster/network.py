@@ -56,6 +56,14 @@ def address_towards(host: str, seconds: float = 0.0) -> str:
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
 
 
+def own_address() -> str:
+    """Return QUIRE_HOST_IP, or the address with which this host reaches others; 127.0.0.1 if it reaches none."""
+    for elsewhere in ("192.0.2.1", "2001:db8::1"):  # RFC 5737, RFC 3849: nobody's
+        with contextlib.suppress(ConfigError):
+            return address_towards(elsewhere)
+    return LOOPBACK
+
+
 def resolve_address(host: str) -> str:
     """Return the IP address of a host name; raises `ConfigError`."""
     try:

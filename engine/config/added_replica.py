@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from quire.engine.config import devices, parallel_config, topology
+from quire.engine.config import devices, kv_events_config, parallel_config, topology
 from quire.engine.config.engine_config import EngineConfig, ParallelConfig
 from quire.engine.config.memory_plan import MemoryPlan, format_bytes
 from quire.engine.protocol.errors import ConfigError
@@ -31,7 +31,7 @@ def added_replica(
     """Return the configuration of replica number `replica` on this host, one of `count` here with it.
 
     `used` are the devices of the other replicas; `num_loading` of these replicas do not have all their memory yet.
-    Raises `ConfigError` if there are no devices, or not enough memory, for it.
+    Raises `ConfigError` if there are no devices, or not enough memory, for it, or no ports for its KV events.
     """
     parallel = config.parallel
     if not parallel.local_replicas:
@@ -39,6 +39,8 @@ def added_replica(
             "this host has no replicas (--data-parallel-size-local 0), so that none can be added to it; start another "
             "host with --headless"
         )
+    if (events := config.kv_events) is not None:
+        kv_events_config.check_ports((events.endpoint, events.replay_endpoint), replica + 1)
     available = devices.find(parallel.device, ())
     order: tuple[int, ...] = ()
     if parallel.device == "cuda":
@@ -52,7 +54,7 @@ def added_replica(
         groups = parallel_config.group_sizes(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
         order = tuple(unused[place] for place in topology.assign_devices(links, groups))
     else:
-        sizes = MemoryPlan.of(config)
+        sizes = MemoryPlan.of(replace(config, kv_store=None))  # the host has its store already
         needed = sum(
             fixed + block * config.cache.num_blocks for fixed, block in zip(sizes.fixed, sizes.kv_block, strict=True)
         )

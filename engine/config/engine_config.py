@@ -510,6 +510,43 @@ class GraphConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVStoreConfig:
+    """The KV store of each host, which its replicas share."""
+
+    memory_bytes: int
+    """Size of the arena."""
+    disk_path: str = ""
+    """Folder of the disk tier; empty: there is none."""
+    disk_bytes: int = 0
+    """Most bytes in it."""
+    min_tokens: int = 256
+    """Shorter prefixes are computed: they are neither offered nor looked up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVEventsConfig:
+    """How replicas tell routers which blocks they have (`quire.engine.protocol.kv_events`)."""
+
+    endpoint: str
+    """ZMQ address of replica 0; that of another has its number added to the port, or to the path."""
+    replay_endpoint: str | None
+    """None: batches are not sent again."""
+    buffer_steps: int
+    """Last batches that are kept for `replay_endpoint`."""
+    hwm: int
+    """Batches in the queue of a subscriber; more are lost to it."""
+    max_queue_size: int
+    """Batches that wait to be sent; further events wait for the next one."""
+    topic: str
+    hash_seed: str
+    """See `quire.engine.scheduler.event_hashes`."""
+    kinds: tuple[tuple[str, int | None], ...]
+    """The kind of attention and the window of each group of layers, in vLLM's terms."""
+    waits_for_ports: bool = False
+    """Whether another server that ends may still have the ports."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The resolved configuration. It is pickled once to each process and never changes."""
 
@@ -522,6 +559,10 @@ class EngineConfig:
     """None: prompts are only text."""
     lora: LoraConfig | None = None
     """None: requests have no adapters."""
+    kv_store: KVStoreConfig | None = None
+    """None: KV is kept on the devices alone."""
+    kv_events: KVEventsConfig | None = None
+    """None: nobody is told of blocks."""
     shared_settings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Flags and resolved values that must be the same on every host (see `quire.engine.config.resolve`)."""
 

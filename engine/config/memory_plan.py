@@ -45,12 +45,15 @@ class MemoryPlan:
     estimated."""
     adapters: int = 0
     """On CPUs, also those that are ready to be swapped in."""
+    kv_store: int = 0
+    """On CPUs, a rank's share of the host's memory for KV that leaves the device."""
 
     @property
     def fixed(self) -> list[int]:
         """Bytes of each stage besides its KV cache."""
         stages = zip(self.weights, self.media, strict=True)
-        return [weights + media + self.workspace + self.graphs + self.adapters for weights, media in stages]
+        shared = self.workspace + self.graphs + self.adapters + self.kv_store
+        return [weights + media + shared for weights, media in stages]
 
     @staticmethod
     def of(config: EngineConfig) -> MemoryPlan:
@@ -85,6 +88,7 @@ class MemoryPlan:
             graphs=graphs,
             media=(_media(config, workspace), *[0] * (len(stages) - 1)),
             adapters=_adapters(config),
+            kv_store=_kv_store(config),
         )
 
 
@@ -117,6 +121,13 @@ def _adapters(config: EngineConfig) -> int:
     if (lora := config.lora) is None:
         return 0
     return lora.device_bytes + lora.host_bytes * (config.parallel.device == "cpu")
+
+
+def _kv_store(config: EngineConfig) -> int:
+    """Bytes of `MemoryPlan.kv_store`."""
+    if config.kv_store is None or config.parallel.device != "cpu":
+        return 0
+    return config.kv_store.memory_bytes // max(1, config.parallel.num_local_ranks)
 
 
 def _copied_embedding_bytes(config: EngineConfig, drafter: ModelSpec) -> int:
@@ -362,11 +373,13 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
             f"{format_bytes(max(sizes.weights))}{stored} + workspace {format_bytes(sizes.workspace)}"
             f"{f' + {replayed} {format_bytes(sizes.graphs)}' * (sizes.graphs > 0)}"
             f"{f' + images {format_bytes(sizes.media[0])}' * (sizes.media[0] > 0)}"
-            f"{f' + adapters {format_bytes(sizes.adapters)}' * (sizes.adapters > 0)}), {format_bytes(budget_bytes)} "
+            f"{f' + adapters {format_bytes(sizes.adapters)}' * (sizes.adapters > 0)}"
+            f"{f' + KV store {format_bytes(sizes.kv_store)}' * (sizes.kv_store > 0)}), {format_bytes(budget_bytes)} "
             f"available ({cache.gpu_memory_utilization:g} of {format_bytes(available.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use {more}, a smaller --dtype{quantize}, or a lower "
             f"--max-num-batched-tokens{' or --encoder-cache-size' * (sizes.media[0] > 0)}"
             f"{' or --max-loras, --max-lora-rank or --lora-memory' * (sizes.adapters > 0)}"
+            f"{' or --kv-offloading-size' * (sizes.kv_store > 0)}"
         )
     if not max(sizes.kv_block):
         return 0

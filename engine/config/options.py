@@ -275,6 +275,26 @@ class CacheOptions:
     )
     block_size: int = flag(16, "tokens in a KV block", least=1)
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of common prompt prefixes")
+    kv_events_config: Mapping[str, Any] | None = flag(
+        None,
+        "publish which KV blocks each replica has, for routers, as a JSON object with the fields of vLLM's, e.g. "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}. Whoever '
+        "reaches these ports can read the tokens of prompts and answers",
+    )
+    kv_offloading_size: float | None = host_flag(
+        None,
+        "GiB of each host's memory for KV of prefixes that leaves the devices; its replicas share it, and load what is "
+        "faster to load than to compute (default: with --kv-disk 1, a tenth of the free memory at most; else none)",
+        metavar="GIB",
+        least=0,
+        is_common=True,
+    )
+    kv_disk: str | None = host_flag(
+        None,
+        "folder for KV of prefixes that leaves --kv-offloading-size, and the most GiB of files in it; a server that "
+        "starts again finds its KV there",
+        metavar="PATH:GIB",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

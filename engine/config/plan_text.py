@@ -9,6 +9,7 @@ from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpe
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE
 from quire.engine.config.engine_config import EngineConfig, ParallelConfig
+from quire.engine.config.kv_layout import kv_layout
 from quire.engine.config.memory_plan import MemoryPlan, format_bytes, quantized_text, tokens_in_cache
 
 
@@ -60,6 +61,14 @@ def plan_text(config: EngineConfig) -> str:
         lines.append(
             f"  adapters: {format_bytes(lora.device_bytes)} per rank for up to {lora.num_slots} in a step, and "
             f"{format_bytes(lora.host_bytes)} of the host's memory for others that are ready to be swapped in"
+        )
+    if (store := config.kv_store) is not None:
+        disk = f", and {format_bytes(store.disk_bytes)} of disk in {store.disk_path}," * bool(store.disk_path)
+        block = sum(kind.size for kind in kv_layout(config).kinds)  # of windows and states, few blocks have entries
+        tokens = (store.memory_bytes + store.disk_bytes) // block * cache.block_size
+        lines.append(
+            f"  KV store: {format_bytes(store.memory_bytes)} of the host's memory{disk} for prefixes of "
+            f"{store.min_tokens} tokens or more: at least {tokens:,} tokens"
         )
     if (drafter := config.drafter) is not None and (speculative := config.scheduler.speculative) is not None:
         where = "" if drafter.parallel.tensor_parallel_size == tp else f" (rank {pp * tp - tp})"

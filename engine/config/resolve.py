@@ -1,8 +1,8 @@
 """Resolves the options, once: `EngineOptions` → `EngineConfig`, before weights are read. No torch.
 
 Each part is resolved by a module of its own (`model_config`, `parallel_config`, `scheduler_config`, `cache_config`,
-`media_config`, `lora_config`, `cuda_graph_sizes`), and `memory_plan` computes what fits. Each rejects what it does not
-support.
+`media_config`, `lora_config`, `kv_store_config`, `kv_events_config`, `cuda_graph_sizes`), and `memory_plan`
+computes what fits. Each rejects what it does not support.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from quire.engine.config import (
     cuda_graph_sizes,
     devices,
     draft_heads,
+    kv_events_config,
+    kv_store_config,
     lora_config,
     media_config,
     memory_plan,
@@ -95,9 +97,23 @@ def resolve(
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     media = media_config.resolve(options, model, parallel, scheduler)
     lora = lora_config.resolve(options, model, parallel, scheduler, available)
+    kv_store = kv_store_config.resolve(options, model, parallel, cache, available)
+    if described is None:
+        kv_store_config.check_disk(kv_store)
+    if available.kind == "cuda":
+        kv_store_config.check_host(kv_store, lora, parallel.num_local_ranks, available)
     config = EngineConfig(
-        model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs, media=media, lora=lora
+        model=model,
+        parallel=parallel,
+        cache=cache,
+        scheduler=scheduler,
+        graphs=graphs,
+        media=media,
+        lora=lora,
+        kv_store=kv_store,
     )
+    config = replace(config, kv_events=kv_events_config.resolve(options, config))
+    kv_store_config.check_size(config)
     try:
         config = memory_plan.with_cache(config, available)
     except ConfigError as error:

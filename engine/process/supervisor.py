@@ -245,6 +245,10 @@ class SupervisedProcess(ABC):
     def on_exit(self, failure: Failed) -> float | None:
         """Handle the exit of the process; returns the seconds after which to start it again, None: never."""
 
+    def on_stopped(self) -> None:
+        """Handle that the process was to stop, and has ended with all that it had started."""
+        return
+
     def on_message(self, message: Drained | Resize | SetLogLevel | ChangeAdapter | AdapterSeen) -> None:
         """Handle a message that only API processes send."""
         raise AssertionError(message)
@@ -382,6 +386,7 @@ class Supervisor:
         if each.process is None:
             if each.is_stopping:
                 self._all.remove(each)
+                each.on_stopped()
             elif each.restart_at is not None and now >= each.restart_at:
                 self._start(each)
             return

@@ -166,6 +166,8 @@ class Server:
         """
         self.failure: Failed | None = None
         """The reason why no API process can be started."""
+        if predecessor is not None and config.kv_events is not None:
+            config = replace(config, kv_events=replace(config.kv_events, waits_for_ports=True))
         self._config, self._options, self._names, self._listener = config, options, names, listener
         self._seconds = seconds
         self._predecessor = predecessor

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -28,12 +27,15 @@ from quire.engine.protocol.engine_core import (
     EngineCoreRequest,
     FinishReason,
     Join,
+    KVStoreState,
     ListRequests,
+    PinAdapters,
     RequestInfo,
     ToCore,
     ToServer,
 )
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.kv_events import KVEventsState
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
@@ -162,6 +164,7 @@ class EngineClient:
         self._check_timer: asyncio.TimerHandle | None = None
         """Of the check for silence, which is made if there is a router."""
         self._replicas: dict[int, Replica] = {}
+        self._pinned_adapters: list[bytes] = []
         self.calls = ReplicaCalls(index, self._replicas, self._subject)
         for number, address in endpoints.requests.items():
             self._add(number, address)
@@ -260,7 +263,7 @@ class EngineClient:
         """Submit requests (id, prompt, params) with a common output stream: `n` in a row for each prompt. No id may be
         used twice. `second_segments`, if given, has one for each request, and `media` the items of each prompt. The
         `adapter` changes each prompt from its start on; None: it does not change this one. `adapter_name` is for
-        metrics. The data of items and of the adapter remains until nothing refers to `lease`.
+        metrics and KV events. The data of items and of the adapter remains until nothing refers to `lease`.
 
         `DATA_PARALLEL_RANK` chooses the replica that they start on. Raises `EngineUnavailable` and `QueueFull`, and
         `InvalidParameter` if there is no such replica; then none was submitted.
@@ -291,6 +294,7 @@ class EngineClient:
                 media=list(media[number // n]) if media else [],
                 adapter=None if start is None else adapter,
                 adapter_start=start or 0,
+                adapter_name="" if start is None else adapter_name,
             )
             running = self._running[request_id] = RunningRequest(stream, now, submit, prompt, lease, adapter_name)
             if adapter_name:
@@ -340,14 +344,58 @@ class EngineClient:
         for replica, ids in others.items():
             self._send(AbortRequests(ids), replica)
 
-    async def prepare_adapter(self, adapter: AdapterRef) -> str:
-        """Let all replicas read an adapter that get requests; returns the first error. Others will read it when they
-        need it. Raises `EngineUnavailable`.
+    async def prepare_adapter(self, adapter: AdapterRef, pins: bool) -> str:
+        """Let all replicas read an adapter that get requests, and pin it if `pins`; returns why it cannot be used.
+        Others will read it when they need it. Raises `EngineUnavailable`, also if a replica has no memory for it, or
+        cannot read its files.
         """
         self._check_up()
         live = [self._replicas[number] for number in self._live_replicas()]
-        errors = await asyncio.gather(*(self.calls.prepare_adapter(each, adapter) for each in live))
-        return next(filter(None, errors), "")
+        answers = await asyncio.gather(*(self.calls.prepare_adapter(each, adapter, pins=pins) for each in live))
+        failed = min((each for each in answers if each.error), key=lambda each: not each.is_invalid, default=None)
+        if failed is not None and not failed.is_invalid:
+            raise EngineUnavailable(failed.error)
+        return "" if failed is None else failed.error
+
+    def pin_adapters(self, digests: list[bytes]) -> None:
+        """Let all replicas keep these adapters in memory once they have read them, and no others."""
+        self._pinned_adapters = digests
+        for replica in self._replicas.values():
+            replica.send(PinAdapters(self.index, digests))
+
+    async def kv_events(self, replica: int | None = None, *, has_blocks: bool = False) -> list[KVEventsState]:
+        """Return where replicas publish their KV events, and with `has_blocks`, the blocks that they have: of this
+        replica, or of all that are up and answer. Raises `InvalidParameter` if there is no such replica, and
+        `EngineUnavailable`.
+        """
+        self._check_up()
+        if replica is not None and replica not in self._replicas:
+            ranks = ", ".join(map(str, sorted(self._replicas)))
+            text = f"data_parallel_rank: there is no replica {replica}; choose one of: {ranks}"
+            raise InvalidParameter(text, "data_parallel_rank")
+        asked = [each for each in self._replicas.values() if each.state == "up" and replica in (None, each.number)]
+        found = await asyncio.gather(*(self.calls.kv_events(each, has_blocks=has_blocks) for each in asked))
+        states = [state for state in found if state is not None]
+        if replica is not None and not states:
+            raise EngineUnavailable(f"replica {replica} is {self._replicas[replica].state}, or does not answer")
+        return states
+
+    async def reset_prefix_cache(self, *, clears_stores: bool) -> str:
+        """Let all replicas forget their prefix caches, and then the KV stores of their hosts; returns the first error,
+        also if a host has no replica that is up. Raises `EngineUnavailable`.
+        """
+        self._check_up()
+        for clears_store in (False, True) if clears_stores else (False,):  # no replica stores what it has had any more
+            live = [each for each in self._replicas.values() if each.state in ("up", "draining")]
+            asked = (self.calls.reset_prefix_cache(each, clears_store=clears_store) for each in live)
+            if error := next(filter(None, await asyncio.gather(*asked)), ""):
+                return error
+            if self._router is not None:
+                self._router.on_reset()
+        for lost in self._replicas.values() if clears_stores else ():
+            if all(each.host != lost.host for each in live):  # nobody could clear its store, which may be up
+                return f"{self._subject(lost.number)} is {lost.state}: the KV store of its host was not cleared"
+        return ""
 
     def _check_rank(self, rank: int) -> None:
         """Raise an error if the chosen replica is not up."""
@@ -485,10 +533,10 @@ class EngineClient:
         """The replicas that exist."""
         found = []
         for number, replica in sorted(self._replicas.items()):
-            stats, host = self._metrics.of(number), urlsplit(replica.address).hostname or "localhost"
+            stats = self._metrics.of(number)
             info = ReplicaInfo(
                 index=number,
-                host=host,
+                host=replica.host,
                 state="unresponsive" if replica.state == "up" and replica.is_unresponsive else replica.state,
                 num_requests_running=stats.running,
                 num_requests_waiting=stats.waiting,
@@ -649,6 +697,8 @@ class EngineClient:
         self._awaited.discard(replica.number)
         replica.open()
         self._send(Join(self.index), replica.number)
+        if self._pinned_adapters:
+            self._send(PinAdapters(self.index, self._pinned_adapters), replica.number)
         if up.stats is not None:
             self._metrics.take(replica.number, up.stats)
         if self._router is not None:
@@ -782,6 +832,9 @@ class EngineClient:
                     continue
                 if replica.incarnation != message.incarnation:
                     continue  # a late message of a replica that has died
+                if isinstance(message, KVStoreState):  # says nothing about the replica
+                    self._metrics.take_store(message.replica, replica.host, message.stats)
+                    continue
                 replica.is_silent, replica.heard_at = False, now
                 if isinstance(message, EngineCoreOutputs):
                     if message.stats is not None or message.outputs or message.request_ids:  # not a pulse
@@ -872,7 +925,9 @@ class EngineClient:
         if output.token_ids:
             if running.num_cached_tokens is None:
                 running.num_cached_tokens = output.num_cached_tokens
+                running.num_loaded_tokens = output.num_loaded_tokens
             output.num_cached_tokens = running.num_cached_tokens
+            output.num_loaded_tokens = running.num_loaded_tokens
             running.delivered += output.token_ids
             if running.num_deaths:
                 self._clear_deaths(output.request_id, running)

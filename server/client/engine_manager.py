@@ -11,9 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.util import Finalize
+from typing import Literal
 
 from quire.engine.config.added_replica import added_replica, check_resizable
 from quire.engine.config.engine_config import EngineConfig
@@ -27,6 +28,7 @@ from quire.engine.core.launch import (
     request_address,
     start_core,
 )
+from quire.engine.kv_store.launch import KVStoreArgs, start_kv_store
 from quire.engine.process import log
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.supervisor import Process, SupervisedProcess, Supervisor
@@ -47,6 +49,7 @@ from quire.engine.protocol.supervision import (
     Shutdown,
 )
 from quire.server.client.dp_coordinator import DPCoordinator
+from quire.server.client.helper_process import HelperProcess
 from quire.server.client.metrics import Metrics
 from quire.server.config.server_options import RestartPolicy
 
@@ -110,6 +113,9 @@ class _Core(SupervisedProcess):
             return  # it was asked to stop in the meantime
         self._manager.on_up(ReplicaUp(self.replica, self.incarnation, ready.stats, ready.seconds))
 
+    def on_stopped(self) -> None:
+        self._manager.release_kv(self.replica)
+
     def on_exit(self, failure: Failed) -> float | None:
         now = time.monotonic()
         self.deaths.append(now)
@@ -117,6 +123,20 @@ class _Core(SupervisedProcess):
             self.deaths.popleft()
         self.num_quick_deaths = 0 if self.is_ready and now - self.up_at > _MIN_UP_SECONDS else self.num_quick_deaths + 1
         return self._manager.on_core_exit(self, failure)
+
+
+class _KVStore(HelperProcess):
+    """The KV store of this host. Cores connect to whatever process has its address."""
+
+    def __init__(self, manager: EngineManager) -> None:
+        super().__init__("the KV store", manager, "Engine cores compute what they would load")
+        self._manager = manager
+
+    def start(self) -> Process:
+        return self._manager.start_kv_store()
+
+    def on_state(self, state: Literal["up", "down", "failed"]) -> None:
+        """Do nothing: cores notice it."""
 
 
 class EngineManager:
@@ -161,7 +181,9 @@ class EngineManager:
         self._folder = RuntimeFolder()
         local = local_endpoints(parallel, self._folder.path, num_clients)
         self._endpoints = Endpoints(
-            requests=self._hosts.requests or local.requests, responses=self._hosts.responses or local.responses
+            requests=self._hosts.requests or local.requests,
+            responses=self._hosts.responses or local.responses,
+            kv_store="" if config.kv_store is None else f"ipc://{self._folder.path}/kv-store",
         )
         self.metrics_path = f"{self._folder.path}/metrics"
         """The file of the metrics, which all processes of this host share."""
@@ -188,11 +210,14 @@ class EngineManager:
         self._lost_since: float | None = None
         """Time since which no replica is up, although some were."""
         self._thread = threading.Thread(target=self._run_thread, daemon=True, name="engine-manager")
+        self._kv_store = None if config.kv_store is None else _KVStore(self)
+        if self._kv_store is not None:
+            self.add_process(self._kv_store)
         for core in self._cores:
             self.supervisor.add(core)
         self._hosts.watch(self)
 
-    def add_process(self, other: SupervisedProcess, on_end: Callable[[], object]) -> None:
+    def add_process(self, other: SupervisedProcess, on_end: Callable[[], object] = lambda: None) -> None:
         """Start a process on this host that is no engine core. It is told about changes of the logs, and is stopped
         after the cores; then `on_end` is called.
         """
@@ -201,7 +226,7 @@ class EngineManager:
 
     def process_info(self, index: int) -> ApiProcessInfo:
         """Return the information about the other processes that API process `index` needs."""
-        endpoints = Endpoints(dict(self.requests), self._endpoints.responses)
+        endpoints = replace(self._endpoints, requests=dict(self.requests))
         return ApiProcessInfo(endpoints, self.metrics_path, frozenset(self._awaited), index)
 
     def start_core(self, core: _Core) -> Process:
@@ -210,8 +235,17 @@ class EngineManager:
         local = f"file://{self._folder.path}/rendezvous-{self._num_group_starts}"
         init_method = self._hosts.init_method or local
         config = replica_config(core.config, core.replica, init_method, self._hosts.masters.get(core.replica))
-        endpoints = Endpoints(self._endpoints.requests | self.requests, self._endpoints.responses)
+        endpoints = replace(self._endpoints, requests=self._endpoints.requests | self.requests)
         return start_core(CoreArgs(config, endpoints, self.log_level, core.incarnation), self._folder.path)
+
+    def release_kv(self, replica: int) -> None:
+        """Tell the KV store that no rank of a replica reads or writes its memory any more."""
+        if self._kv_store is not None:
+            self._kv_store.send(ReplicaRemoved(replica))
+
+    def start_kv_store(self) -> Process:
+        """Start the process of the KV store."""
+        return start_kv_store(KVStoreArgs(self._config, self._endpoints.kv_store, self._folder.path, self.log_level))
 
     def set_log_level(self, level: LogLevel) -> None:
         """Show log messages of at least this level, in the engine cores and ranks of all hosts that this one leads, and
@@ -387,7 +421,7 @@ class EngineManager:
         """Report that all replicas that share experts start again, at these addresses; from any thread."""
 
         def handle() -> None:
-            self._endpoints = Endpoints(requests, self._endpoints.responses)
+            self._endpoints = replace(self._endpoints, requests=requests)
             self._start_group()
 
         self.supervisor.call(handle)

@@ -22,12 +22,19 @@ from msgspec.structs import astuple
 from quire.engine.config.engine_config import CacheConfig, EngineConfig
 from quire.engine.config.parallel_config import MAX_REPLICAS
 from quire.engine.protocol.engine_core import FinishReason
+from quire.engine.protocol.kv_store import KVStoreStats
 from quire.engine.protocol.stats import GROUPS, ITERATION_TOKENS, MAX_DRAFT_TOKENS, EngineStats, ExpertLoad, RankStats
 from quire.server.client import adapter_metrics, http_metrics, media_metrics
 from quire.server.client.adapter_metrics import AdapterMetrics
 from quire.server.client.http_metrics import HttpMetrics, HttpTotals
 from quire.server.client.media_metrics import MediaMetrics
 from quire.server.client.table import map_table
+
+
+def _loaded_tokens(stats: EngineStats) -> int:
+    """Prompt tokens that came from the KV store."""
+    return stats.kv_loaded_memory_tokens + stats.kv_loaded_disk_tokens
+
 
 # Engine metrics: name, kind, help, value.
 ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
@@ -46,7 +53,12 @@ ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Eng
         "Prompt tokens looked up in the prefix cache.",
         lambda s: s.prefix_queried_tokens,
     ),
-    ("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens),
+    (
+        "prefix_cache_hits",
+        "counter",
+        "Prompt tokens found in the prefix cache of the devices.",
+        lambda s: s.prefix_hit_tokens - _loaded_tokens(s),
+    ),
     (
         "num_preemptions",
         "counter",
@@ -97,6 +109,64 @@ ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Eng
     ("adapters_prepared", "gauge", "Adapters in the memory of the host.", lambda s: s.adapters_prepared),
     ("adapters_on_device", "gauge", "Adapters on the devices.", lambda s: s.adapters_on_device),
     ("adapter_swaps", "counter", "Adapters that were copied to the devices.", lambda s: s.adapter_swaps),
+)
+
+# The same, of engines with a KV store.
+KV_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
+    (
+        "external_prefix_cache_queries",
+        "counter",
+        "Prompt tokens looked up in the KV store: those that the devices did not have.",
+        lambda s: s.prefix_queried_tokens - s.prefix_hit_tokens + _loaded_tokens(s),
+    ),
+    (
+        "external_prefix_cache_hits",
+        "counter",
+        "Prompt tokens whose KV was loaded from the KV store.",
+        _loaded_tokens,
+    ),
+    ("kv_loading_requests", "gauge", "Requests that wait for KV from the KV store.", lambda s: s.kv_loading),
+    ("kv_loads", "counter", "Loads of KV from the KV store.", lambda s: s.kv_loads),
+    (
+        "kv_load_seconds",
+        "counter",
+        "Seconds of all these loads, until the request could start.",
+        lambda s: s.kv_load_seconds,
+    ),
+    (
+        "kv_recomputed_tokens",
+        "counter",
+        "Prompt tokens that were computed because their KV could not be loaded, or not in time.",
+        lambda s: s.kv_failed_load_tokens,
+    ),
+    ("kv_stored_blocks", "counter", "KV blocks that were copied to the KV store.", lambda s: s.kv_stored_blocks),
+)
+
+# Metrics of a host's KV store, by tier (memory, disk): name, kind, help, the value of each tier.
+STORE_METRICS: tuple[
+    tuple[str, Literal["gauge", "counter"], str, Callable[[KVStoreStats], tuple[float, float]]], ...
+] = (
+    ("kv_store_bytes", "gauge", "Bytes of KV in a tier.", lambda s: (s.memory_bytes, s.disk_bytes)),
+    ("kv_store_capacity_bytes", "gauge", "Size of a tier.", lambda s: (s.memory_capacity, s.disk_capacity)),
+    ("kv_store_entries", "gauge", "Entries in a tier: blocks of a kind.", lambda s: (s.memory_entries, s.disk_entries)),
+    (
+        "kv_store_written_bytes",
+        "counter",
+        "Bytes of KV written to a tier.",
+        lambda s: (s.stored_bytes, s.written_disk_bytes),
+    ),
+    (
+        "kv_store_read_bytes",
+        "counter",
+        "Bytes of KV loaded from a tier.",
+        lambda s: (s.loaded_memory_bytes, s.loaded_disk_bytes),
+    ),
+    (
+        "kv_store_evicted_entries",
+        "counter",
+        "Entries that left a tier to make room.",
+        lambda s: (s.evicted_memory_entries, s.evicted_disk_entries),
+    ),
 )
 
 # Metrics of a rank: name, kind, the name of another label, help, and the values by this label. Metrics that do not
@@ -241,9 +311,12 @@ VLLM_NAMES = frozenset(HISTOGRAMS) | {
     "kv_cache_usage_perc",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
     "num_preemptions",
     "prompt_tokens",
     "prompt_tokens_cached",
+    "prompt_tokens_cached_by_source",
     "prompt_tokens_by_source",
     "generation_tokens",
     "request_success",
@@ -277,7 +350,7 @@ _AT, _CELLS = _layout()
 _SCALARS = len(EngineStats.__struct_fields__) - 2
 """The numbers in the stats before the lists."""
 assert EngineStats.__struct_fields__[_SCALARS:] == ("iteration_tokens", "accepted_per_position")
-_STARTED, _STEPS = (EngineStats.__struct_fields__.index(name) for name in ("started", "steps"))
+_STARTED, _STEPS, _LOAD_SECONDS = map(EngineStats.__struct_fields__.index, ("started", "steps", "kv_load_seconds"))
 _POSITIONS = _SCALARS + len(EngineStats().iteration_tokens)
 _STATS = _POSITIONS + MAX_DRAFT_TOKENS
 _make_stats: Callable[..., EngineStats] = EngineStats
@@ -294,6 +367,8 @@ STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
 SHOWN_STATES = (*STATES[1:], "unresponsive")
 """Values of the label `state`. A replica that is up may be unresponsive."""
 _LIVE = ("up", "draining")
+_STORE_SECONDS = 10.0
+"""A KV store of which nothing has been heard for so long is not up. Stats come every second."""
 _DEATH = 64
 """Cells of the last death of a replica: its time, then the reason as UTF-8, which is cut if it is longer."""
 _PROCESSES = (2 + _DEATH) * MAX_REPLICAS
@@ -362,6 +437,10 @@ class Metrics:
         """The newest value; every process receives it."""
         self.rank_stats: dict[int, list[RankStats]] = {}
         """By replica, as above."""
+        self._hosts: dict[int, str] = {}
+        """Those of replicas that have a KV store."""
+        self._kv_stores: dict[str, tuple[KVStoreStats, float]] = {}
+        """By host, as above: the newest stats, and when they came, on the monotonic clock."""
 
     def observe(self, replica: int, name: str, value: float, count: int = 1) -> None:
         """Add a value to one of `HISTOGRAMS`, `count` times. The client library would cost several µs."""
@@ -382,6 +461,21 @@ class Metrics:
         start = self._own + replica * _PER_REPLICA + _CELLS
         *scalars, iteration_tokens, per_position = astuple(stats)
         _PACK(self._table, start * 8, *scalars, *iteration_tokens, *per_position)
+
+    def take_store(self, replica: int, host: str, stats: KVStoreStats) -> None:
+        """Store the stats of the KV store of a replica's host."""
+        self._hosts[replica] = host
+        self._kv_stores[host] = stats, time.monotonic()
+
+    def stores(self) -> dict[str, tuple[KVStoreStats, bool]]:
+        """Return the newest stats of the KV store of each host that has replicas, and whether it is up."""
+        now, states = time.monotonic(), self.states
+        present = {host for replica, host in self._hosts.items() if states.get(replica, "removed") != "removed"}
+        return {
+            host: (stats, now - heard < _STORE_SECONDS)
+            for host, (stats, heard) in self._kv_stores.items()
+            if host in present
+        }
 
     def state(self, replica: int, state: ReplicaState) -> None:
         """Set the state of a replica; called by the process that supervises it."""
@@ -420,6 +514,7 @@ class Metrics:
         """
         start = self._newest(replica)
         stats = _make_stats(*map(int, self._cells[start : start + _SCALARS]), [], [])
+        stats.kv_load_seconds = self._cells[start + _LOAD_SECONDS]
         place = int(self._states[replica])
         if not place or STATES[place - 1] not in _LIVE:
             stats.running = stats.waiting = stats.prefilling = stats.kv_blocks_used = 0
@@ -461,7 +556,9 @@ class Metrics:
         states = self.states
         known = {replica: self.of(replica) for replica in states}
         present = {replica: stats for replica, stats in known.items() if states[replica] != "removed"}
-        for name, kind, meaning, value in ENGINE_METRICS:
+        # A host that has only the API has no store of its own.
+        has_store = bool(self._kv_stores) or (self._config is not None and self._config.kv_store is not None)
+        for name, kind, meaning, value in (*ENGINE_METRICS, *KV_METRICS * has_store):
             shown = present if kind == "gauge" else known
             samples = ((value(stats), {"engine": str(replica)}) for replica, stats in shown.items())
             yield self._metric(name, kind, meaning, samples)
@@ -474,7 +571,22 @@ class Metrics:
                 for replica, stats in known.items()
                 for source, value in (
                     ("local_compute", stats.prompt_tokens - stats.prefix_hit_tokens),
-                    ("local_cache_hit", stats.prefix_hit_tokens),
+                    ("local_cache_hit", stats.prefix_hit_tokens - _loaded_tokens(stats)),
+                    ("external_kv_transfer", _loaded_tokens(stats)),
+                )
+            ),
+        )
+        yield self._metric(
+            "prompt_tokens_cached_by_source",
+            "counter",
+            "Prompt tokens of started requests that were not computed, by the tier that had their KV.",
+            (
+                (value, {"engine": str(replica), "source": source})
+                for replica, stats in known.items()
+                for source, value in (
+                    ("device", stats.prefix_hit_tokens - _loaded_tokens(stats)),
+                    ("host", stats.kv_loaded_memory_tokens),
+                    ("disk", stats.kv_loaded_disk_tokens),
                 )
             ),
         )
@@ -524,6 +636,7 @@ class Metrics:
             yield from self._media(self.media)
         if self._config is not None and self._config.lora is not None:
             yield from self._of_adapters(self._config.lora.num_slots)
+        yield from self._stores()
         yield from self._ranks([replica for replica in present if states[replica] in _LIVE])
         yield from self._experts()
 
@@ -635,6 +748,37 @@ class Metrics:
         yield self._histogram("adapter_load_seconds", meaning, adapter_metrics.SECONDS, [(totals.loads, {})])
         meaning = "Adapters that could not be loaded."
         yield self._metric("adapter_load_errors", "counter", meaning, [(totals.failed, {})])
+
+    def _stores(self) -> Iterator[str]:
+        """Metrics of the KV stores of all hosts."""
+        if not (found := self.stores()):
+            return
+        newest = {host: stats for host, (stats, _) in found.items()}
+        up = ((is_up, {"host": host}) for host, (_, is_up) in found.items())
+        yield self._metric("kv_store_up", "gauge", "1 if the KV store of a host is up.", up)
+        for name, kind, meaning, values in STORE_METRICS:
+            samples = (
+                (value, {"host": host, "tier": tier})
+                for host, stats in newest.items()
+                for tier, value in zip(("memory", "disk"), values(stats), strict=True)
+                if tier == "memory" or stats.disk_capacity
+            )
+            yield self._metric(name, kind, meaning, samples)
+        meaning = "Entries that were dropped because their bytes were not those that had been stored."
+        samples = ((stats.wrong_checksums, {"host": host}) for host, stats in newest.items())
+        yield self._metric("kv_store_wrong_checksums", "counter", meaning, samples)
+        disks = {host: stats for host, stats in newest.items() if stats.disk_capacity}
+        if disks:
+            meaning = "1 if the disk tier of a host is in use; the log says why it is not."
+            yield self._metric(
+                "kv_store_disk_up",
+                "gauge",
+                meaning,
+                ((not each.disk_error, {"host": host}) for host, each in disks.items()),
+            )
+            meaning = "Reads and writes of the disk tier that failed."
+            failed = ((stats.failed_disk, {"host": host}) for host, stats in disks.items())
+            yield self._metric("kv_store_disk_errors", "counter", meaning, failed)
 
     def _durations(self, totals: HttpTotals, label: str) -> str:
         meaning = "Time from the headers of an HTTP request to the end of the response, in seconds."

@@ -146,6 +146,7 @@ class OutputStream:
             earlier.finish_reason = output.finish_reason
             earlier.stop_token_id = output.stop_token_id
             earlier.num_cached_tokens = max(earlier.num_cached_tokens, output.num_cached_tokens)
+            earlier.num_loaded_tokens = max(earlier.num_loaded_tokens, output.num_loaded_tokens)
             earlier.num_accepted_tokens += output.num_accepted_tokens
             earlier.num_rejected_tokens += output.num_rejected_tokens
         if output.finish_reason is not None:

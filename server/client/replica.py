@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -61,6 +62,11 @@ class Replica:
         self._context, self._security = context, security
         self._encode = msgspec.msgpack.Encoder().encode
         self._socket: zmq.Socket[bytes] | None = None
+
+    @property
+    def host(self) -> str:
+        """The host of its core."""
+        return urlsplit(self.address).hostname or "localhost"
 
     @property
     def is_unresponsive(self) -> bool:

@@ -1,5 +1,5 @@
-"""Calls to engine cores that they answer: probes, lists of requests, adapters to read, measurements of clocks, and
-profiles."""
+"""Calls to engine cores that they answer: probes, lists of requests, adapters to read, resets of the prefix cache, KV
+events, measurements of clocks, and profiles."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import msgspec
 from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.engine_core import (
     ListRequests,
+    PrefixCacheReset,
     PrepareAdapter,
     PreparedAdapter,
     Probe,
     ProbeReply,
     RequestList,
+    ResetPrefixCache,
 )
+from quire.engine.protocol.kv_events import GetKVEvents, KVEventsState
 from quire.engine.protocol.profile import (
     Clock,
     ClockPing,
@@ -38,7 +41,7 @@ _PREPARE_SECONDS = 600.0
 """Timeout of reading an adapter, from a disk or a network that may be slow."""
 _CLOCK_PINGS = 5
 """Measurements of a replica's clock, of which the one with the shortest round trip counts."""
-Reply = ProbeReply | RequestList | PreparedAdapter | ClockReply | ProfileReply
+Reply = ProbeReply | RequestList | PreparedAdapter | PrefixCacheReset | KVEventsState | ClockReply | ProfileReply
 logger = logging.getLogger(__name__)
 
 
@@ -77,17 +80,42 @@ class ReplicaCalls:
         assert isinstance(reply, RequestList)
         return reply
 
-    async def prepare_adapter(self, replica: Replica, adapter: AdapterRef) -> str:
-        """Let a replica read an adapter into its memory; returns the error. Of one that has died, nothing is known: it
-        will read the adapter with the first request.
+    async def prepare_adapter(self, replica: Replica, adapter: AdapterRef, *, pins: bool) -> PreparedAdapter:
+        """Let a replica read an adapter into its memory. Of one that has died, nothing is known: it will read the
+        adapter with the first request.
         """
-        answer = await self._call(replica, PrepareAdapter(self.index, self.next_number(), adapter), _PREPARE_SECONDS)
+        message = PrepareAdapter(self.index, self.next_number(), adapter, pins)
+        answer = await self._call(replica, message, _PREPARE_SECONDS)
         if not answer.done():
-            return f"{self._subject(replica.number)} has not read the adapter within {_PREPARE_SECONDS:g} seconds"
+            error = f"{self._subject(replica.number)} has not read the adapter within {_PREPARE_SECONDS:g} seconds"
+            return PreparedAdapter(message.call_id, error, is_invalid=False)
         if answer.cancelled():
-            return ""
+            return PreparedAdapter(message.call_id)
         reply = answer.result()
         assert isinstance(reply, PreparedAdapter)
+        return reply
+
+    async def kv_events(self, replica: Replica, *, has_blocks: bool) -> KVEventsState | None:
+        """Return where a replica publishes its KV events, and with `has_blocks`, the blocks that it has; None if it has
+        died or does not answer."""
+        answer = await self._call(replica, GetKVEvents(self.index, self.next_number(), has_blocks))
+        if not answer.done() or answer.cancelled():
+            return None
+        reply = answer.result()
+        assert isinstance(reply, KVEventsState)
+        return reply
+
+    async def reset_prefix_cache(self, replica: Replica, *, clears_store: bool) -> str:
+        """Let a replica forget its prefix cache, and its host's KV store; returns the error. One that has died comes
+        back with an empty cache.
+        """
+        answer = await self._call(replica, ResetPrefixCache(self.index, self.next_number(), clears_store))
+        if not answer.done():
+            return f"{self._subject(replica.number)} has not answered for {PROBE_SECONDS:g} seconds"
+        if answer.cancelled():
+            return f"{self._subject(replica.number)} has died meanwhile" if clears_store else ""
+        reply = answer.result()
+        assert isinstance(reply, PrefixCacheReset)
         return reply.error
 
     async def ask(self, number: int, message: StartProfile | StopProfile) -> str:
@@ -145,7 +173,14 @@ class ReplicaCalls:
     async def _call(
         self,
         replica: Replica,
-        message: Probe | ListRequests | PrepareAdapter | StartProfile | StopProfile | ClockPing,
+        message: Probe
+        | ListRequests
+        | PrepareAdapter
+        | ResetPrefixCache
+        | GetKVEvents
+        | StartProfile
+        | StopProfile
+        | ClockPing,
         seconds: float | None = None,
     ) -> asyncio.Future[Reply]:
         """Send a message and wait for its reply: the future is done, cancelled if the replica has died, or pending."""

@@ -267,6 +267,11 @@ class Router:
             load.adapters.clear()
             load.seconds = load.tokens = 0.0
 
+    def on_reset(self) -> None:
+        """Record that all replicas have forgotten their prefix caches."""
+        for load in self._loads.values():
+            load.cached.clear()
+
     def on_replica_ready(self, replica: int) -> None:
         """Record that a replica, which may be new, is up. It gets no more than its equal share."""
         self._loads.setdefault(replica, _ReplicaLoad())

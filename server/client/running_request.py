@@ -61,6 +61,8 @@ class RunningRequest:
     """Number of these that the replica that resumed the request will send again."""
     num_cached_tokens: int | None = None
     """The value of the first output, repeated with the output of the replica that resumed the request."""
+    num_loaded_tokens: tuple[int, int] = (0, 0)
+    """The same."""
     leaving: set[int] = field(default_factory=set)
     """Replicas that it was moved away from and that have not confirmed its end there. It cannot return to them: their
     late outputs would be taken for new ones.

@@ -226,7 +226,7 @@ class AdapterOptions:
     lora_modules: tuple[str, ...] | None = flag(
         None,
         "adapters that requests may name as their model: folders, GGUF files or Hugging Face repositories; also as "
-        'JSON, {"name": …, "path": …, "base_model_name": …}',
+        'JSON, {"name": …, "path": …, "base_model_name": …, "pinned": …}',
         metavar="NAME=PATH",
     )
     lora_root: str | None = flag(None, "folder of the adapters that POST /v1/load_lora_adapter may load", metavar="DIR")
@@ -247,22 +247,26 @@ class AdapterOptions:
         for given in self.lora_modules or ():
             name, _, path = given.partition("=")
             parent: Any = ""
+            is_pinned: Any = False
             if given.startswith("{"):
                 try:
                     fields = json.loads(given)
                 except ValueError:
                     raise ConfigError(f"--lora-modules {given}: not valid JSON") from None
                 name, path, parent = (fields.pop(each, "") for each in ("name", "path", "base_model_name"))
+                is_pinned = fields.pop("pinned", False)
                 fields.pop("is_3d_lora_weight", None)  # vLLM's; the files show it
                 if fields:
                     raise ConfigError(f"--lora-modules {given}: {next(iter(fields))} is not supported")
             if not all(isinstance(each, str) for each in (name, path, parent)) or not name.strip() or not path:
                 raise ConfigError(f"--lora-modules {given}: expected NAME=PATH")
+            if not isinstance(is_pinned, bool):
+                raise ConfigError(f"--lora-modules {given}: pinned: expected true or false")
             if "," in name:  # which metrics put between names
                 raise ConfigError(f"--lora-modules {given}: a name must have no comma")
             if name in found:
                 raise ConfigError(f"--lora-modules {name} is given twice")
-            found[name] = NamedAdapter(name, path, int(time.time()), parent=parent)
+            found[name] = NamedAdapter(name, path, int(time.time()), parent=parent, is_pinned=is_pinned)
         return [*found.values()]
 
     def check_adapters(self, base_names: Sequence[str], *, is_enabled: bool) -> None:

@@ -104,7 +104,13 @@ def translate(arguments: Sequence[str], own: Collection[str]) -> tuple[list[str]
             left[:0], unused = _parts(flag, values[0])
             notes |= unused
         elif flag.convert is not None:
-            left[:0] = _converted(flag, flag.convert, values)
+            arguments = _converted(flag, flag.convert, values)
+            given = {each.partition("=")[0] for each in (*result, *left)}
+            if name == vllm_flags.KV_TRANSFER and (twice := given.intersection(arguments[::2])):
+                raise ConfigError(
+                    f"argument {name} is the same as {' and '.join(arguments[::2])}; omit it, or {min(twice)}"
+                )
+            left[:0] = arguments
     return result, list(notes.values())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from quire.engine.architecture.quantization import METHODS
 from quire.engine.protocol.errors import ConfigError
@@ -168,6 +168,117 @@ def _overrides(name: str, read: Callable[[str], Any]) -> Callable[[list[str]], l
     return lambda values: [f"--hf-overrides.{name}", json.dumps(read(values[0]))]
 
 
+KV_TRANSFER = "--kv-transfer-config"
+
+
+class _Connector(NamedTuple):
+    """A connector that keeps KV on its own host: keys of its extra config."""
+
+    memory: str
+    """The size of its memory."""
+    memory_unit: int
+    """What it is divided by to be GiB."""
+    folder: str
+    """The folder on its disk; empty: it has none."""
+    disk: str
+    """The size there."""
+    disk_unit: int
+    only: dict[str, tuple[str, ...]]
+    """Keys with the values that change nothing."""
+
+
+_CONNECTORS = {
+    "OffloadingConnector": _Connector("cpu_bytes_to_use", 1 << 30, "", "", 1, {"spec_name": ("CPUOffloadingSpec",)}),
+    "SimpleCPUOffloadConnector": _Connector(
+        *("cpu_bytes_to_use", 1 << 30, "disk_path", "disk_capacity_bytes", 1 << 30),
+        {"kv_offload_backend": ("cpu", "disk")},
+    ),
+    **dict.fromkeys(
+        ("LMCacheConnector", "LMCacheConnectorV1"),
+        _Connector("lmcache.max_local_cpu_size", 1, "lmcache.local_disk", "lmcache.max_local_disk_size", 1, {}),
+    ),
+}
+_KV_TRANSFER_UNUSED = (
+    *(
+        "kv_connector",
+        "kv_connector_extra_config",
+        "kv_role",
+        "kv_load_failure_policy",
+        "engine_id",
+        "kv_ip",
+        "kv_port",
+    ),
+    *("kv_rank", "kv_parallel_size", "kv_buffer_device", "kv_buffer_size"),
+)
+"""Keys that are read elsewhere, or are about connections to other hosts."""
+_CONNECTOR_UNUSED = (
+    *(
+        "block_size",
+        "blocks_per_chunk",
+        "eviction_policy",
+        "max_tracker_size",
+        "offload_prompt_only",
+        "use_page_cache",
+        "store_threshold",
+    ),
+    *(
+        "lazy_offload",
+        "lazy_offload_min_prefix_tokens",
+        "lmcache.chunk_size",
+        "lmcache.local_cpu",
+        "lmcache.save_decode_cache",
+        "lmcache.cache_policy",
+    ),
+)
+"""Keys about how entries are divided, chosen and evicted, which Quire decides itself."""
+
+
+def _kv_transfer(values: list[str]) -> list[str]:
+    """Convert a connector that keeps KV in the memory or on the disk of its own host."""
+    config = json.loads(values[0])
+    if (name := config.get("kv_connector")) is None:
+        return []
+    if name not in _CONNECTORS:
+        raise ConfigError(
+            f"argument {KV_TRANSFER}: kv_connector {name} is not supported; use --kv-offloading-size and "
+            f"--kv-disk, or one of {', '.join(_CONNECTORS)}"
+        )
+    connector = _CONNECTORS[name]
+    if (role := config.get("kv_role", "kv_both")) != "kv_both":
+        raise ConfigError(f"argument {KV_TRANSFER}: kv_role {role} is not supported; use kv_both")
+    if config.get("kv_load_failure_policy", "recompute") != "recompute":
+        raise ConfigError(
+            f"argument {KV_TRANSFER}: what cannot be loaded is computed; use kv_load_failure_policy recompute"
+        )
+    more = dict(config.get("kv_connector_extra_config") or {})
+    for key, accepted in connector.only.items():
+        if (value := more.pop(key, None)) is not None and value not in accepted:
+            raise ConfigError(
+                f"argument {KV_TRANSFER}: {key} {value} is not supported, as Quire has tiers of its own; use "
+                f"{accepted[0]}, and --kv-disk PATH:GIB for a disk"
+            )
+    size, path, disk_size = (more.pop(key, None) for key in (connector.memory, connector.folder, connector.disk))
+    unknown = [key for key in config if key not in _KV_TRANSFER_UNUSED]
+    unknown += [key for key, value in more.items() if key not in _CONNECTOR_UNUSED and value]
+    if unknown:
+        raise ConfigError(
+            f"argument {KV_TRANSFER}: {unknown[0]} is not supported, as Quire has tiers of its own; omit it, and use "
+            "--kv-disk PATH:GIB for a disk"
+        )
+    if size is None:
+        raise ConfigError(
+            f"argument {KV_TRANSFER}: {name} has no size; set {connector.memory}, or use --kv-offloading-size"
+        )
+    if path and not disk_size:
+        raise ConfigError(
+            f"argument {KV_TRANSFER}: {connector.folder} has no size; set {connector.disk}, or use --kv-disk"
+        )
+    flags = ["--kv-offloading-size", f"{float(size) / connector.memory_unit:g}"]
+    if path:
+        flags += ["--kv-disk", f"{path.removeprefix('file://')}:{float(disk_size) / connector.disk_unit:g}"]
+    return flags
+
+
 PARTS: dict[str, tuple[dict[str, str], str, str]] = {
     "--attention-config|-ac=": (
         {"backend": "--attention-backend"},
@@ -216,6 +327,11 @@ RENAMED: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
     "--enable-log-requests": (
         "`--access-log`; prompts are shown only with `--log-prompts`",
         lambda _: ["--access-log"],
+    ),
+    "--kv-transfer-config=": (
+        "`OffloadingConnector`, `SimpleCPUOffloadConnector` and `LMCacheConnectorV1`, with their sizes: "
+        "`--kv-offloading-size` and `--kv-disk`",
+        _kv_transfer,
     ),
     "--max-cudagraph-capture-size=": (
         "`--cuda-graph-sizes` up to this one",
@@ -283,7 +399,9 @@ IGNORED: dict[str, str] = {
     "every token is sent at once": "--stream-interval=",
     "preempted requests are computed again, and nothing is swapped": "--swap-space=",
     "the KV cache has groups of its own for each kind of attention": "--disable-hybrid-kv-cache-manager",
-    "the prefix cache has a hash of its own": "--prefix-caching-hash-algo=",
+    "the prefix cache has a hash of its own; the hashes in KV events are those of sha256_cbor": (
+        "--prefix-caching-hash-algo="
+    ),
     "keys and values in an fp8 KV cache have scales of their own for each token": "--calculate-kv-scales",
     "recurrent states are float32, in pages of the KV cache": (
         "--mamba-block-size= --mamba-cache-dtype= --mamba-cache-mode= --mamba-ssm-cache-dtype="
@@ -306,11 +424,11 @@ IGNORED: dict[str, str] = {
 
 REFUSED: dict[str, str] = {
     "it is not supported; omit it, adapters are computed in the model's type": "--lora-dtype=auto",
-    "it is not supported; omit it, prefixes are kept in the KV cache of each replica": (
-        "--kv-events-config= --kv-transfer-config="
+    "it is not supported; omit it, --kv-offloading-size and --kv-disk have a store of their own": (
+        "--kv-offloading-backend=native"
     ),
     "it is not supported; use more ranks (--tensor-parallel-size, --pipeline-parallel-size)": (
-        "--cpu-offload-gb=0,0.0 --kv-offloading-size= --offload-group-size=0 --offload-num-in-group=1 "
+        "--cpu-offload-gb=0,0.0 --offload-group-size=0 --offload-num-in-group=1 "
         "--offload-params+ --offload-prefetch-step=1"
     ),
     "it is not supported; use --tensor-parallel-size": (
@@ -387,6 +505,7 @@ VARIABLES_REFUSED: dict[str, str] = {
     "VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS": "use a --chat-template that writes instructions where they belong",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": "activations are quantized only as the checkpoint says; omit it",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": "weights are not quantized on GPUs; omit it",
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=1,true": "KV events have the last 64 bits of hashes; omit it",
     "VLLM_MARLIN_INPUT_DTYPE": "activations are quantized only as the checkpoint says; omit it",
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS=1,true": "redirects are followed, and checked as URLs are; omit it",
     "VLLM_MODEL_REDIRECT_PATH": "name the model's folder as MODEL",

@@ -65,6 +65,8 @@ class ContentBlocks:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         """Cached tokens of the prompt."""
+        self.num_loaded_tokens = (0, 0)
+        """Those of them that came from the host's memory, and from its disk."""
         self._num_before_words = 0
         self._open: ContentBlock | None = None
         self._scored: list[ScoredToken] = []
@@ -105,6 +107,7 @@ class ContentBlocks:
     def _count(self, delta: TextDelta) -> None:
         self.num_tokens += len(delta.token_ids)
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        self.num_loaded_tokens = max(self.num_loaded_tokens, delta.num_loaded_tokens)
         self._num_before_words += delta.num_tokens_before_words
         if delta.logprobs is not None:
             self._scored += [*zip(delta.token_ids, delta.logprobs, strict=True)][delta.num_tokens_before_words :]

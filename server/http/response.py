@@ -74,6 +74,12 @@ def media_tokens(media: Sequence[Sequence[MediaItem]]) -> dict[str, int]:
     return dict(counts)
 
 
+def cached_tokens(count: int, host: int, disk: int) -> dict[str, Any]:
+    """Return the cached tokens of prompts, as usage has them: with details, if some came from the KV store."""
+    details = {"device": count - host - disk, "host": host, "disk": disk}
+    return {"cached_tokens": count} | ({"cached_tokens_details": details} if host or disk else {})
+
+
 class Usage:
     """Counts the tokens of a request. Each prompt has `n` choices."""
 
@@ -85,7 +91,8 @@ class Usage:
         self._media_tokens = media_tokens(media) if media else {}
         self._completion_tokens = 0
         self._accepted_tokens = self._rejected_tokens = 0
-        self._cached: dict[int, int] = {}
+        self._cached: dict[int, tuple[int, int, int]] = {}
+        """By the first choice of a prompt: its cached tokens, and those of the host's memory and of its disk."""
 
     def add(self, deltas: Iterable[TextDelta]) -> None:
         """Count these deltas."""
@@ -95,15 +102,17 @@ class Usage:
             self._rejected_tokens += delta.num_rejected_tokens
             # A prompt counts once, however many choices it has.
             if delta.num_cached_tokens and delta.index % self._n == 0:
-                self._cached[delta.index] = max(delta.num_cached_tokens, self._cached.get(delta.index, 0))
+                cached = (delta.num_cached_tokens, *delta.num_loaded_tokens)
+                self._cached[delta.index] = max(cached, self._cached.get(delta.index, cached))
 
     def object(self) -> dict[str, Any]:
         """The `usage` object. Requests without draft tokens have no details of the completion."""
+        cached = map(sum, zip(*self._cached.values(), strict=True)) if self._cached else (0, 0, 0)
         usage = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values()), **self._media_tokens},
+            "prompt_tokens_details": cached_tokens(*cached) | self._media_tokens,
         }
         if self._accepted_tokens or self._rejected_tokens:
             usage["completion_tokens_details"] = {

@@ -370,12 +370,15 @@ class AsyncLLM:
         return folder
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Let no later request use what the prefix cache has now; returns True. Running requests go on.
+        """Let no later request use what the prefix cache has now, nor with `reset_connector` the KV store of the host,
+        in memory and on disk. Returns whether all could be forgotten. Running requests go on.
 
-        The arguments are vLLM's and have no effect: running requests do not prevent a reset, and there is no connector.
+        `reset_running_requests` is vLLM's and has no effect: running requests do not prevent a reset.
         """
-        (await self.start()).reset_prefix_cache()
-        return True
+        error = await (await self.start()).reset_prefix_cache(resets_stores=reset_connector)
+        if error:
+            logger.warning("the prefix cache was not reset: %s", error)
+        return not error
 
     async def shutdown(self) -> None:
         """Abort running requests and stop the engine. If hosts share experts, wait until all of them shut down."""

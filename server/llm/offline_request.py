@@ -100,6 +100,7 @@ class OfflineRequest:
             num_cached_tokens=self._sequences[0].num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
             metrics=replace(self._stats),
+            num_loaded_tokens=self._sequences[0].num_loaded_tokens,
         )
 
     @property

@@ -10,13 +10,14 @@ import contextlib
 import logging
 import os
 import shutil
+from typing import Literal
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process.runtime_folder import RuntimeFolder
-from quire.engine.process.supervisor import Process, SupervisedProcess, start_process
-from quire.engine.protocol.supervision import Failed, Ready
+from quire.engine.process.supervisor import Process, start_process
 from quire.engine.repository.processors import check_processor
 from quire.server.client.engine_manager import EngineManager
+from quire.server.client.helper_process import HelperProcess
 from quire.server.client.media_metrics import MediaMetrics
 from quire.server.client.metrics import media_table
 from quire.server.config.server_options import MediaOptions
@@ -31,10 +32,6 @@ _NUM_LARGEST_ITEMS = 8
 """For which there should be space in shared memory, which holds items in at most half of it."""
 _ENOUGH_BYTES = 2**30
 """However large items may be: free space in shared memory that suffices."""
-_MAX_FAILED_STARTS = 3
-"""Failures to start in a row, at the start of the server, after which it gives up."""
-_MAX_RESTART_SECONDS = 60.0
-_MAX_DOUBLINGS = 16
 
 logger = logging.getLogger(__name__)
 
@@ -70,21 +67,19 @@ def media_settings(config: EngineConfig, options: MediaOptions) -> MediaSettings
     )
 
 
-class MediaService(SupervisedProcess):
-    """The media process, which is started again whenever it dies or hangs. Its folder stays, so that the items of
-    running requests can still be read.
+class MediaService(HelperProcess):
+    """The media process. Its folder stays when it is restarted, so that the items of running requests can still be
+    read.
     """
 
     def __init__(self, manager: EngineManager, settings: MediaSettings) -> None:
         """Start it. The engine has failed if it cannot start, and the server has not started yet."""
-        super().__init__("the media process")
+        super().__init__("the media process", manager, "Requests with images or videos wait")
         self._manager, self._settings = manager, settings
         self._folder = RuntimeFolder(where=_item_folder(settings.shared_bytes))
         self.path = f"{self._folder.path}/media"
         """The socket for `MediaClient`."""
-        self.has_been_ready = False
         self._metrics = MediaMetrics(media_table(manager.metrics_path))
-        self._num_failed_starts = 0
         manager.add_process(self, self._folder.remove)
 
     def start(self) -> Process:
@@ -92,21 +87,8 @@ class MediaService(SupervisedProcess):
         args = MediaProcessArgs(self._settings, self._folder.path, metrics, self._manager.log_level)
         return start_process("quire.server.media.process", args)
 
-    def on_ready(self, ready: Ready) -> None:
-        if self.has_been_ready:
-            logger.info("%s is ready again", self.name)
-        self.has_been_ready, self._num_failed_starts = True, 0
-        self._metrics.state = "up"
-
-    def on_exit(self, failure: Failed) -> float | None:
-        self._metrics.state = "down" if self.is_ready else "failed"
-        self._num_failed_starts += not self.is_ready
-        is_hopeless = failure.user_error or self._num_failed_starts >= _MAX_FAILED_STARTS
-        if is_hopeless and not self.has_been_ready and not self._manager.is_started:
-            self._manager.fail(failure.reason, user_error=failure.user_error)
-            return None
-        logger.error("%s; restarting it. Requests with images or videos wait meanwhile", failure.reason)
-        return min(2.0 ** min(self._num_failed_starts, _MAX_DOUBLINGS) - 1.0, _MAX_RESTART_SECONDS)
+    def on_state(self, state: Literal["up", "down", "failed"]) -> None:
+        self._metrics.state = state
 
 
 def _item_folder(least_bytes: int) -> str | None:

@@ -25,7 +25,7 @@ from quire.server.http.content_blocks import (
     ScoredToken,
 )
 from quire.server.http.errors import describe
-from quire.server.http.response import media_tokens, named_event, part
+from quire.server.http.response import cached_tokens, media_tokens, named_event, part
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import ServedModel
 from quire.server.openai.custom_input import CustomInput
@@ -156,7 +156,7 @@ class ResponseFormatter:
         return {
             "input_tokens": self._prompt_tokens,
             "input_tokens_details": {
-                "cached_tokens": blocks.num_cached_tokens,
+                **cached_tokens(blocks.num_cached_tokens, *blocks.num_loaded_tokens),
                 "cache_write_tokens": 0,
                 **media_tokens(self._processed.chat.media),
             },

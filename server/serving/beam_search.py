@@ -77,6 +77,7 @@ class BeamSearch(Generation):
         self._trace = None if trace is None else trace.add(0, num_prompt_tokens, time.monotonic())
         """The trace of the whole search; its steps have none."""
         self._record, self._num_prompt_tokens, self._num_cached_tokens = RECORD.get(), num_prompt_tokens, 0
+        self._num_loaded_tokens = (0, 0)
         self._begun = time.monotonic()
 
     @property
@@ -106,6 +107,7 @@ class BeamSearch(Generation):
             deltas = await self._next([prompts[at] + beam.token_ids for at, beam in places], media, starts)
             if number == 0:
                 self._num_cached_tokens = cached = deltas[0].num_cached_tokens
+                self._num_loaded_tokens = deltas[0].num_loaded_tokens
             grown: list[list[tuple[float, _Beam, TokenLogprobs, int]]] = [[] for _ in prompts]
             for (at, beam), delta in zip(places, deltas, strict=True):
                 assert delta.logprobs is not None
@@ -194,5 +196,6 @@ class BeamSearch(Generation):
             output.stop_token_id = beam.token_ids[-1] if beam.finish_reason == "stop" else None
             output.logprobs = beam.logprobs if params.logprobs is not None else None
             output.num_cached_tokens = cached
+            output.num_loaded_tokens = self._num_loaded_tokens
             deltas.append(processor.feed(output))
         return deltas

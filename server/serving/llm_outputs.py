@@ -139,11 +139,13 @@ class RequestOutput:
     finished: bool
     """Whether all sequences have ended."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Prompt tokens found in the prefix cache, or loaded into it."""
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs[dict[int, Logprob] | None] | None = None
     """If requested: None for the first token of the prompt; then that token and the most likely ones, by token id."""
     metrics: RequestStateStats | None = None
     """The times of the request."""
+    num_loaded_tokens: tuple[int, int] = (0, 0)
+    """Of `num_cached_tokens`: those whose KV came from the host's memory, and from its disk."""
 
 
 @dataclass

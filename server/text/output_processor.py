@@ -173,6 +173,8 @@ class TextDelta:
     num_accepted_tokens: int = 0
     """Accepted draft tokens."""
     num_rejected_tokens: int = 0
+    num_loaded_tokens: tuple[int, int] = (0, 0)
+    """Of `num_cached_tokens`: those whose KV came from the host's memory, and from its disk."""
     prompt_logprobs: PromptLogprobs | None = None
     """If requested: of the whole prompt, in the first delta with tokens or a finish reason."""
     reasoning: str = ""
@@ -201,6 +203,7 @@ class TextDelta:
         self.finish_reason = more.finish_reason
         self.stop_reason = more.stop_reason
         self.num_cached_tokens = max(self.num_cached_tokens, more.num_cached_tokens)
+        self.num_loaded_tokens = max(self.num_loaded_tokens, more.num_loaded_tokens)
         self.num_accepted_tokens += more.num_accepted_tokens
         self.num_rejected_tokens += more.num_rejected_tokens
         if more.prompt_logprobs is not None:
@@ -261,6 +264,7 @@ class OutputProcessor:
             output.finish_reason, output.stop_token_id = "length", None
         delta = self._text(output)
         delta.num_accepted_tokens, delta.num_rejected_tokens = output.num_accepted_tokens, output.num_rejected_tokens
+        delta.num_loaded_tokens = output.num_loaded_tokens
         if self._scores is not None:
             if output.prompt_logprobs is not None:
                 self._scores.extend(output.prompt_logprobs)

@@ -56,6 +56,7 @@ class FakeServer:
     """The path below which a reverse proxy has it."""
     started: float = field(default_factory=lambda: time.time() - 3 * _HOUR)
     plan: str = _PLAN
+    kv_stores: list[dict[str, Any]] = field(default_factory=list)
     num_requests: int = 14
     alike: bool = False
     """The first two sequences are of the same request, and the next two requests have the same id."""
@@ -109,6 +110,7 @@ class FakeServer:
             "generates": True,
             "tensor_parallel_size": 2,
             "stages": [[0, 39], [40, 79]],
+            "kv_stores": self.kv_stores,
             "plan": self.plan,
             "warnings": self.warnings,
             "capabilities": {"tools": True, "reasoning": False},

@@ -166,10 +166,11 @@ def test_every_query_of_every_dashboard_and_rule_has_data(tmp_path: Path, monkey
     write_mixture(tmp_path / "mixture")
     common = ("--served-model-name", NAME, "--max-model-len", "256", "--max-num-seqs", "4")
     experts = ("-dp", "2", "--enable-expert-parallel", "--enable-eplb", "--eplb-step-interval", "20")
+    tiers = ("--kv-offloading-size", "0.1", "--kv-disk", f"{tmp_path}/kv:0.1")
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(serve("-tp", "2", "-pp", "2", *common)),
-            stack.enter_context(serve(str(tmp_path / "mixture"), *experts, *common)),
+            stack.enter_context(serve(str(tmp_path / "mixture"), *experts, *tiers, *common)),
         ]
         targets = [*(urlsplit(server.url).netloc for server in servers), stack.enter_context(server_with_gpu())]
         (tmp_path / "prometheus").mkdir()

@@ -111,6 +111,20 @@ def show_requests(page: Page) -> Locator:
     return rows
 
 
+def test_the_tiers_of_all_hosts_are_summed(page: Page) -> None:
+    store = {"memory_bytes": 3 << 30, "memory_capacity": 8 << 30, "disk_bytes": 50 << 30, "disk_capacity": 200 << 30}
+    server = FakeServer(kv_stores=[{"host": host, "is_up": True, "disk_error": "", **store} for host in ("a", "b")])
+    show(page, server)
+    expect(tile(page, "stores up")).to_have_text("2 of 2")
+    expect(tile(page, "memory")).to_have_text("6.0 of 16 GiB")
+    expect(tile(page, "disk")).to_have_text("100 of 400 GiB")
+    server.kv_stores[1] |= {"is_up": False, "disk_error": "No space left on device"}
+    expect(tile(page, "stores up")).to_have_text("1 of 2")
+    expect(tile(page, "disk")).to_have_text("not in use")
+    server.kv_stores.clear()
+    expect(tile(page, "stores up")).to_have_count(0)
+
+
 def test_the_page_shows_what_its_server_says(page: Page) -> None:
     """Also below a proxy's prefix, and as text, whatever it contains; selected text stays selected."""
     record = {"time": time.time(), "level": "error", "text": "link <b>down</b>", "source": "rank 3", "replica": 1}

@@ -38,6 +38,7 @@ router = APIRouter(include_in_schema=False)
 
 NUMBERS = ("/ui/state", "/ui/history")
 """Paths that metrics keys may read, too. They contain no text of requests."""
+_STORE = ("memory_bytes", "memory_capacity", "disk_bytes", "disk_capacity", "disk_error")
 _STATS = ("kv_blocks", "kv_blocks_used", "prefilling", "generated_tokens")
 _GPU = ("utilization", "memory_used", "memory_total", "power")
 _MAX_TIME = 1e12
@@ -112,6 +113,10 @@ async def numbers(state: AppState, request: Request) -> Response:
             "tensor_parallel_size": parallel.tensor_parallel_size,
             "stages": [[layers.start, layers.stop - 1] for layers in parallel.stages],
             "replicas": [_replica(state, each) for each in frontend.client.replicas],
+            "kv_stores": [
+                {"host": host, "is_up": is_up, **{name: getattr(stats, name) for name in _STORE}}
+                for host, (stats, is_up) in frontend.metrics.stores().items()
+            ],
             "plan": state.plan,
             "warnings": [msgspec.structs.asdict(each) for each in warnings[-20:]],
         },

@@ -2,7 +2,7 @@
 
 import {Refused} from "./api.js";
 import {Charts} from "./charts.js";
-import {$, duration, fill, make, percent, short, time, timeOfDay, watts} from "./dom.js";
+import {$, duration, fill, gigabytes, make, percent, short, time, timeOfDay, watts} from "./dom.js";
 import {History} from "./history.js";
 import {drawRanks, drawReplicas} from "./replicas.js";
 import * as requests from "./requests.js";
@@ -62,6 +62,11 @@ function drawTiles(state) {
   const parts = ["p50", "p95", "p99"], waiting = sum("num_requests_waiting");
   const row = (name, column) => make("tr", {}, make("th", {scope: "row"}, name),
     ...parts.map(part => make("td", {}, time(history.last(`${column}_${part}`)))));
+  const stores = state.kv_stores, of = name => stores.reduce((total, each) => total + each[name], 0);
+  const tier = name => `${gigabytes(of(`${name}_bytes`))} of ${gigabytes(of(`${name}_capacity`))} GiB`;
+  const down = stores.filter(each => !each.is_up).length, broken = stores.filter(each => each.disk_error).length;
+  const kv = stores.length ? [group("KV store", [["stores up", `${stores.length - down} of ${stores.length}`, down ? "bad" : ""],
+    ["memory", tier("memory")], ...(of("disk_capacity") ? [["disk", broken ? "not in use" : tier("disk"), broken ? "bad" : ""]] : [])])] : [];
   fill("tiles",
     group("Requests", [["running", short(sum("num_requests_running"))], ["waiting", short(waiting), waiting ? "warn" : ""],
       ["prefilling", short(sum("prefilling"))], ["finished/s", short(history.last("requests"))]]),
@@ -70,7 +75,7 @@ function drawTiles(state) {
     make("section", {class: "card"}, make("h2", {}, "Latency, last minute"), make("table", {},
       make("thead", {}, make("tr", {}, make("td"), ...parts.map(part => make("th", {scope: "col"}, part)))),
       make("tbody", {}, row("first token", "ttft"), row("between tokens", "itl"), row("whole request", "e2e")))),
-    group("Memory and devices", [["KV cache", percent(used), used > 0.95 ? "warn" : ""], ...devices]),
+    group("Memory and devices", [["KV cache", percent(used), used > 0.95 ? "warn" : ""], ...devices]), ...kv,
     group("Health", [["replicas up", `${up} of ${all}`, up < all ? "bad" : ""],
       ["errors/min", short(failures), failures ? "bad" : ""], ["preemptions/s", short(history.last("preemptions"))]]));
 }

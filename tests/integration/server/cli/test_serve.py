@@ -49,26 +49,26 @@ FLAGS = """
 --enable-per-request-metrics --enable-prefix-caching --encoder-cache-size --enforce-eager --eplb-step-interval
 --expert-placement-strategy --fair-share --fair-share-weights --file-storage-gb --file-storage-path --generation-config
 --gpu-memory-utilization --headless --help --hf-overrides --host --itl-target-ms --keep-billing-header --kv-cache-dtype
---kv-cache-memory-bytes --language-model-only --limit-mm-per-prompt --load-format --log-config-file --log-format
---log-level --log-prompts --long-prefill-token-threshold --lora-disk-gb --lora-memory --lora-modules --lora-resolver
---lora-root --master-addr --master-port --max-body-mib --max-connections-per-client --max-log-len --max-logprobs
---max-lora-rank --max-loras --max-media-bytes --max-model-len --max-num-batched-tokens --max-num-partial-prefills
---max-num-seqs --max-queue --max-restarts --media-fetch --media-fetch-timeout --media-io-kwargs --metrics-key
---mm-encoder-quantization --mm-encoder-tp-mode --mm-processor-cache-gb --mm-processor-kwargs --model-impl --nnodes
---no-access-log --no-allow-credentials --no-auto --no-disable-custom-all-reduce --no-enable-chunked-prefill
---no-enable-eplb --no-enable-expert-parallel --no-enable-force-include-usage --no-enable-lora --no-enable-mm-embeds
---no-enable-per-request-metrics --no-enable-prefix-caching --no-enforce-eager --no-headless --no-keep-billing-header
---no-language-model-only --no-log-prompts --no-media-fetch --no-public-metrics --no-restart
---no-return-tokens-as-token-ids --no-strict-parameters --no-takeover --no-trust-remote-code
---no-trust-request-chat-template --no-trust-weights --no-ui --no-vllm-metrics --node-rank --num-redundant-experts
---optimize --otlp-traces-endpoint --override-generation-config --packed-cache --pipeline-layer-partition
---pipeline-parallel-size --port --public-metrics --quantization --reasoning-parser --request-timeout --restart
---return-tokens-as-token-ids --revision --root-path --runner --scheduling-policy --seed --served-model-name
---shutdown-timeout --spec-method --spec-model --spec-tokens --speculative-config --ssl-ca-certs --ssl-cert-reqs
---ssl-certfile --ssl-keyfile --strict-parameters --structured-outputs-fallback --takeover --tensor-parallel-size
---timeout-keep-alive --tokenizer --tool-call-parser --torch-profiler-dir --trust-remote-code
---trust-request-chat-template --trust-weights --uds --ui --vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr
--h -pp -q -sc -tp
+--kv-cache-memory-bytes --kv-disk --kv-events-config --kv-offloading-size --language-model-only --limit-mm-per-prompt
+--load-format --log-config-file --log-format --log-level --log-prompts --long-prefill-token-threshold --lora-disk-gb
+--lora-memory --lora-modules --lora-resolver --lora-root --master-addr --master-port --max-body-mib
+--max-connections-per-client --max-log-len --max-logprobs --max-lora-rank --max-loras --max-media-bytes --max-model-len
+--max-num-batched-tokens --max-num-partial-prefills --max-num-seqs --max-queue --max-restarts --media-fetch
+--media-fetch-timeout --media-io-kwargs --metrics-key --mm-encoder-quantization --mm-encoder-tp-mode
+--mm-processor-cache-gb --mm-processor-kwargs --model-impl --nnodes --no-access-log --no-allow-credentials --no-auto
+--no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-eplb --no-enable-expert-parallel
+--no-enable-force-include-usage --no-enable-lora --no-enable-mm-embeds --no-enable-per-request-metrics
+--no-enable-prefix-caching --no-enforce-eager --no-headless --no-keep-billing-header --no-language-model-only
+--no-log-prompts --no-media-fetch --no-public-metrics --no-restart --no-return-tokens-as-token-ids
+--no-strict-parameters --no-takeover --no-trust-remote-code --no-trust-request-chat-template --no-trust-weights --no-ui
+--no-vllm-metrics --node-rank --num-redundant-experts --optimize --otlp-traces-endpoint --override-generation-config
+--packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --public-metrics --quantization
+--reasoning-parser --request-timeout --restart --return-tokens-as-token-ids --revision --root-path --runner
+--scheduling-policy --seed --served-model-name --shutdown-timeout --spec-method --spec-model --spec-tokens
+--speculative-config --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --strict-parameters
+--structured-outputs-fallback --takeover --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser
+--torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui --vllm-metrics
+--watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
 """
 
 RUN = """

@@ -23,17 +23,25 @@ import zmq
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import CoreArgs, Endpoints
+from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     Join,
+    KVStoreState,
+    PinAdapters,
+    PrefixCacheReset,
+    PrepareAdapter,
+    PreparedAdapter,
     Probe,
     ProbeReply,
+    ResetPrefixCache,
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.kv_store import KVStoreStats
 from quire.engine.protocol.media import MediaData, MediaItem, MediaRun
 from quire.engine.protocol.profile import (
     ClockPing,
@@ -61,6 +69,7 @@ from quire.server.client.engine_manager import EngineManager
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import EngineUnavailable, OutputStream, RequestFailed
 from quire.server.client.profiler import ProfileConflict, Profiler
+from quire.server.client.replica import Replica
 from quire.server.client.replica_calls import _CLOCK_PINGS
 from tests.fakes import fake_core
 from tests.fakes.outputs import prompt_logprobs
@@ -211,7 +220,7 @@ async def test_a_stream_goes_on_at_another_replica_as_if_nothing_had_happened(tm
         other = engine.cores[1 - first.replica]
         rows: Any = [(float(number), 1, [], []) for number in range(9)]
         first.tell(EngineCoreOutput("a", [], prompt_logprobs=prompt_logprobs(rows[:2], 0)))
-        first.tell(EngineCoreOutput("a", [7], num_cached_tokens=2))
+        first.tell(EngineCoreOutput("a", [7], num_cached_tokens=2, num_loaded_tokens=(1, 0)))
         first.say(EngineCoreOutputs(request_ids=["a"], token_ids=[8]))
         await engine.lost(first, "rank 0 hangs")
         resumed = await other.hear(EngineCoreRequest)
@@ -223,9 +232,50 @@ async def test_a_stream_goes_on_at_another_replica_as_if_nothing_had_happened(tm
         other.tell(EngineCoreOutput("a", [10], finish_reason="stop", num_cached_tokens=1))
         output = await whole(stream)
         assert (output.token_ids, output.finish_reason, output.num_cached_tokens) == ([7, 8, 9, 10], "stop", 2)
+        assert output.num_loaded_tokens == (1, 0)
         assert output.prompt_logprobs is not None
         assert [row.logprob for row in output.prompt_logprobs.rows()] == [0.0, 1.0]
         assert not engine.client.num_open
+
+
+async def test_all_replicas_forget_before_a_store_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one would store again what another one's store has forgotten."""
+    async with scripted(tmp_path) as engine:
+
+        async def answer(*cores: Script, clears_store: bool, error: str = "") -> None:
+            for core in cores:
+                asked = await core.hear(ResetPrefixCache)
+                assert asked.clears_store == clears_store
+                core.say(PrefixCacheReset(asked.call_id, error))
+
+        first, second = engine.cores
+        reset = asyncio.create_task(engine.client.reset_prefix_cache(clears_stores=True))
+        await answer(first, second, clears_store=False)
+        await answer(first, clears_store=True)
+        await answer(second, clears_store=True, error="the KV store is not up")
+        assert await reset == "the KV store is not up"
+        reset = asyncio.create_task(engine.client.reset_prefix_cache(clears_stores=False))
+        await answer(first, clears_store=False)
+        await engine.lost(second, "gone", returns=True)
+        assert await reset == "", "it comes back with an empty cache"
+        reset = asyncio.create_task(engine.client.reset_prefix_cache(clears_stores=True))
+        await answer(first, clears_store=False)
+        await answer(first, clears_store=True)
+        assert await reset == "", "both have the same store"
+        monkeypatch.setattr(Replica, "host", property(lambda replica: f"10.0.0.{replica.number}"))
+        reset = asyncio.create_task(engine.client.reset_prefix_cache(clears_stores=True))
+        await answer(first, clears_store=False)
+        await answer(first, clears_store=True)
+        assert await reset == "replica 1 is restarting: the KV store of its host was not cleared"
+
+
+async def test_a_kv_store_is_heard_of_while_its_replica_is_silent(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as engine:
+        replica, core = engine.client._replicas[0], engine.cores[0]
+        replica.is_silent = True
+        core.say(KVStoreState(KVStoreStats(memory_bytes=5)))
+        await until(lambda: engine.metrics.stores() == {"localhost": (KVStoreStats(memory_bytes=5), True)})
+        assert replica.is_silent
 
 
 async def test_images_for_other_hosts_travel_with_their_data(tmp_path: Path) -> None:
@@ -369,6 +419,24 @@ async def test_requests_wait_while_the_only_replica_restarts(tmp_path: Path) -> 
         for request_id in "ab":
             core.tell(EngineCoreOutput(request_id, [8], finish_reason="stop"))
         assert [(await whole(each)).token_ids for each in (stream, late)] == [[7, 8], [8]]
+
+
+async def test_replicas_know_what_is_pinned_also_when_they_are_back(tmp_path: Path) -> None:
+    async with scripted(tmp_path, 2) as engine:
+        first, second = engine.cores
+        await engine.lost(first, "rank 0 was killed", returns=True)
+        engine.client.pin_adapters([b"1" * 32])
+        assert await second.hear(PinAdapters) == PinAdapters(0, [b"1" * 32])
+        first.incarnation = 2
+        engine.up(first)
+        await first.hear(Join)
+        assert await first.hear(PinAdapters) == PinAdapters(0, [b"1" * 32])
+        answers = asyncio.create_task(engine.client.prepare_adapter(AdapterRef(b"2" * 32, ("a",)), True))
+        for core, error, is_invalid in ((first, "no memory", False), (second, "NaN", True)):
+            message = await core.hear(PrepareAdapter)
+            assert message.pins
+            core.say(PreparedAdapter(message.call_id, error, is_invalid))
+        assert await answers == "NaN"  # which tells more
 
 
 async def test_a_request_without_a_replica_counts_for_the_last_one(tmp_path: Path) -> None:

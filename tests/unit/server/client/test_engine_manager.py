@@ -14,8 +14,9 @@ import pytest
 
 from quire.engine.config import devices, topology
 from quire.engine.config.added_replica import added_replica
-from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig, KVStoreConfig
 from quire.engine.core.launch import CoreArgs
+from quire.engine.kv_store.launch import KVStoreArgs
 from quire.engine.process.supervisor import Process
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import EngineStats
@@ -53,8 +54,11 @@ class Engine:
         num_clients: int,
         hosts: DPCoordinator | None,
         local: int | None,
+        kv_store: KVStoreConfig | None,
+        stores: list[tuple[KVStoreArgs, FakeProcess]],
     ) -> None:
         self.started = started
+        self.stores = stores
         self.states: list[EngineState] = []
         experts = ExpertParallelConfig() if is_coupled else None
         is_member = isinstance(hosts, DPMember)
@@ -65,9 +69,8 @@ class Engine:
             experts=experts,
             external_lb=is_member,
         )
-        self.manager = EngineManager(
-            replace(config, parallel=parallel), name="m", policy=policy, num_clients=num_clients, hosts=hosts
-        )
+        config = replace(config, parallel=parallel, kv_store=kv_store)
+        self.manager = EngineManager(config, name="m", policy=policy, num_clients=num_clients, hosts=hosts)
         self.manager.on_change = self.states.append
 
     def core(self, replica: int) -> FakeProcess:
@@ -118,15 +121,22 @@ def engine(
         num_clients: int = 1,
         hosts: DPCoordinator | None = None,
         local: int | None = None,
+        kv_store: KVStoreConfig | None = None,
     ) -> Engine:
         found: list[tuple[CoreArgs, FakeProcess]] = []
+        stores: list[tuple[KVStoreArgs, FakeProcess]] = []
 
         def start(args: CoreArgs, folder: str) -> Process:
             assert Path(folder).is_dir()
             found.append((args, FakeProcess()))
             return found[-1][1]
 
+        def start_store(args: KVStoreArgs) -> Process:
+            stores.append((args, FakeProcess()))
+            return stores[-1][1]
+
         monkeypatch.setattr(module, "start_core", start)
+        monkeypatch.setattr(module, "start_kv_store", start_store)
         policy = policy or RestartPolicy()
         made.append(
             Engine(
@@ -138,15 +148,17 @@ def engine(
                 num_clients=num_clients,
                 hosts=hosts,
                 local=local,
+                kv_store=kv_store,
+                stores=stores,
             )
         )
         return made[-1]
 
     yield make
     for each in made:
-        for _, core in each.started:
-            if core.code is None:
-                core.exit(0)
+        for _, process in (*each.started, *each.stores):
+            if process.code is None:
+                process.exit(0)
         each.manager.close()
 
 
@@ -673,6 +685,30 @@ def test_only_the_replica_that_died_may_have_had_a_deadly_request(engine: Make) 
     two.die(1)
     lost = [state for state in two.states if isinstance(state, ReplicaLost)]
     assert {state.replica: state.may_be_caused_by_request for state in lost} == {0: False, 1: True}
+
+
+def test_cores_use_the_kv_store_of_their_host(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.client.helper_process._MAX_RESTART_SECONDS", 0.0)
+    two = engine(2, kv_store=KVStoreConfig(memory_bytes=1 << 30))
+    ((args, store),) = two.stores
+    assert args.config.kv_store == KVStoreConfig(memory_bytes=1 << 30)
+    assert args.address == f"ipc://{args.folder}/kv-store"
+    two.up(0, 1)
+    store.say(Ready({}))
+    two.manager.resize(3, 30.0)
+    two.up(2)
+    assert {core.endpoints.kv_store for core, _ in two.started} == {args.address}
+    states = len(two.states)
+    store.exit(1)
+    two.run(lambda: len(two.stores) == 2)
+    assert two.stores[1][0] == args
+    assert len(two.states) == states  # API processes need not know it
+    two.manager.resize(2, 0.0)
+    two.manager.drained(0, 2)
+    two.run(lambda: ReplicaRemoved(2) in two.states)
+    assert two.stores[1][1].heard() == []  # its ranks may still write
+    two.core(2).exit(0)
+    two.run(lambda: two.stores[1][1].heard() == [ReplicaRemoved(2)])
 
 
 def test_an_error_of_the_thread_fails_the_engine(engine: Make) -> None:

@@ -14,7 +14,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from quire.engine.config.engine_config import LoraConfig, SpeculativeConfig
+from quire.engine.config.engine_config import KVStoreConfig, LoraConfig, SpeculativeConfig
+from quire.engine.protocol.kv_store import KVStoreStats
 from quire.engine.protocol.stats import EngineStats, ExpertLoad, GpuUsage, RankStats, RankUsage
 from quire.server.client.metrics import _EXPERT_SERIES, HISTOGRAMS, VLLM_NAMES, Metrics
 from tests.fakes.configs import engine_config
@@ -111,7 +112,9 @@ def test_the_aliases_of_vllm_are_the_same_samples(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("time.time", lambda: 1.0)
     config = engine_config()
     lora = LoraConfig(num_slots=2, device_bytes=1, host_bytes=1)
-    config = replace(config, scheduler=replace(config.scheduler, speculative=SpeculativeConfig()), lora=lora)
+    store = KVStoreConfig(memory_bytes=1)
+    speculating = replace(config.scheduler, speculative=SpeculativeConfig())
+    config = replace(config, scheduler=speculating, lora=lora, kv_store=store)
     metrics, without = (Metrics("m", config=config, vllm_names=names) for names in (True, False))
     for each in (metrics, without):
         each.state(0, "up")
@@ -153,6 +156,62 @@ def test_histograms_have_the_buckets_of_vllm(name: str, bounds: str) -> None:
     """So that a rule that names one of vLLM 0.32's buckets finds it."""
     assert set(map(float, bounds.split())) <= set(HISTOGRAMS[name][1])
     assert all(list(edges) == sorted(set(edges)) for _, edges in HISTOGRAMS.values())
+
+
+def test_tokens_of_a_kv_store_are_counted_by_tier() -> None:
+    metrics = Metrics("m", config=replace(engine_config(), kv_store=KVStoreConfig(memory_bytes=1)), vllm_names=False)
+    metrics.state(0, "up")
+    stats = EngineStats(started=1, steps=1, prompt_tokens=200, prefix_queried_tokens=200, prefix_hit_tokens=90)
+    stats.kv_loaded_memory_tokens, stats.kv_loaded_disk_tokens, stats.kv_load_seconds = 30, 20, 0.25
+    metrics.take(0, stats)
+    found = samples(metrics)
+    assert {
+        name.removeprefix("quire:prompt_tokens_"): value
+        for name, value in found.items()
+        if name.startswith(("quire:prompt_tokens_by_source", "quire:prompt_tokens_cached"))
+    } == {
+        "cached_total 0": 90,
+        "cached_by_source_total 0 device": 40,
+        "cached_by_source_total 0 host": 30,
+        "cached_by_source_total 0 disk": 20,
+        "by_source_total 0 local_compute": 110,
+        "by_source_total 0 local_cache_hit": 40,
+        "by_source_total 0 external_kv_transfer": 50,
+    }
+    assert found["quire:prefix_cache_hits_total 0"] == 40
+    assert found["quire:external_prefix_cache_queries_total 0"] == 160
+    assert found["quire:external_prefix_cache_hits_total 0"] == 50
+    assert found["quire:kv_load_seconds_total 0"] == 0.25
+    assert not any("kv_store_" in name for name in found)
+
+
+def test_each_host_has_the_metrics_of_its_kv_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, now = Metrics("m"), 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    metrics.state(0, "up")
+    metrics.state(1, "restarting")
+    assert not any("kv_load" in name for name in samples(metrics))
+    metrics.take_store(
+        0, "localhost", KVStoreStats(memory_bytes=5, memory_capacity=8, stored_bytes=9, wrong_checksums=1)
+    )
+    metrics.take_store(
+        1, "10.0.0.2", KVStoreStats(memory_capacity=8, disk_bytes=7, disk_capacity=70, disk_error="full")
+    )
+    found = samples(metrics)
+    assert found["quire:kv_loads_total 0"] == 0
+    assert found["quire:kv_store_bytes localhost memory"] == 5
+    assert found["quire:kv_store_written_bytes_total localhost memory"] == 9
+    assert found["quire:kv_store_wrong_checksums_total localhost"] == 1
+    assert found["quire:kv_store_capacity_bytes 10.0.0.2 disk"] == 70
+    assert found["quire:kv_store_disk_up 10.0.0.2"] == 0
+    assert not any("disk" in name for name in found if "localhost" in name)
+    now = 109.0
+    metrics.take_store(0, "localhost", KVStoreStats())
+    now = 111.0
+    found = samples(metrics)
+    assert (found["quire:kv_store_up localhost"], found["quire:kv_store_up 10.0.0.2"]) == (1, 0)
+    metrics.state(1, "removed")
+    assert not any("10.0.0.2" in name for name in samples(metrics)), "its host may have left"
 
 
 def test_expert_load_is_exported_unless_there_are_too_many_experts() -> None:

@@ -414,6 +414,108 @@ def test_engine_args_are_read_changed_and_taken_from_a_command_line(monkeypatch:
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "memory", "disk"),
+    [
+        ({}, None, None),
+        (
+            {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+            | {
+                "kv_connector_extra_config": {
+                    "spec_name": "CPUOffloadingSpec",
+                    "cpu_bytes_to_use": 3 << 29,
+                    "block_size": 64,
+                }
+            },
+            1.5,
+            None,
+        ),
+        (
+            {
+                "kv_connector": "SimpleCPUOffloadConnector",
+                "kv_connector_extra_config": {"kv_offload_backend": "cpu", "cpu_bytes_to_use": 1 << 30},
+            },
+            1,
+            None,
+        ),
+        (
+            {
+                "kv_connector": "SimpleCPUOffloadConnector",
+                "kv_connector_extra_config": {
+                    "kv_offload_backend": "disk",
+                    "cpu_bytes_to_use": 1 << 30,
+                    "disk_path": "/var/kv",
+                    "disk_capacity_bytes": 5 << 29,
+                },
+            },
+            1,
+            "/var/kv:2.5",
+        ),
+        (
+            {
+                "kv_connector": "LMCacheConnectorV1",
+                "kv_connector_extra_config": {
+                    "lmcache.max_local_cpu_size": 20,
+                    "lmcache.local_disk": "file:///var/kv",
+                    "lmcache.max_local_disk_size": 200.5,
+                },
+            },
+            20,
+            "/var/kv:200.5",
+        ),
+    ],
+)
+def test_connectors_to_the_own_host_are_tiers(config: dict[str, Any], memory: float | None, disk: str | None) -> None:
+    expected = EngineOptions(model="some/model", kv_offloading_size=memory, kv_disk=disk)
+    assert EngineArgs("some/model", kv_transfer_config=config).options == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"kv_connector": "NixlConnector"}, "kv_connector NixlConnector is not supported; use --kv-offloading-size"),
+        ({"kv_role": "kv_producer"}, "kv_role kv_producer is not supported; use kv_both"),
+        ({"kv_load_failure_policy": "fail"}, "what cannot be loaded is computed"),
+        ({"kv_connector_module_path": "mine"}, "kv_connector_module_path is not supported"),
+        ({"kv_connector_extra_config": {}}, "OffloadingConnector has no size; set cpu_bytes_to_use, or use --kv-offl"),
+        (
+            {"kv_connector_extra_config": {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "fs"}]}},
+            "secondary_tiers is not supported, as Quire has tiers of its own; omit it, and use --kv-disk PATH:GIB",
+        ),
+        (
+            {"kv_connector_extra_config": {"cpu_bytes_to_use": 1, "spec_name": "TieringOffloadingSpec"}},
+            "spec_name TieringOffloadingSpec is not supported, as Quire has tiers of its own; use CPUOffloadingSpec",
+        ),
+        (
+            {
+                "kv_connector": "SimpleCPUOffloadConnector",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 1, "disk_path": "/var/kv"},
+            },
+            "disk_path has no size; set disk_capacity_bytes, or use --kv-disk",
+        ),
+        ({"kv_connector_extra_config": {"cpu_bytes_to_use": "much"}}, "expected a value for"),
+    ],
+)
+def test_other_connectors_are_refused_by_key(changes: dict[str, Any], text: str) -> None:
+    config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
+    with pytest.raises(ConfigError, match=f"^argument --kv-transfer-config: .*{re.escape(text)}"):
+        EngineArgs("some/model", kv_transfer_config=config | changes)
+
+
+@pytest.mark.parametrize("own", [{"kv_offloading_size": 2}, {"kv_disk": "/var/kv:1"}])
+def test_tiers_are_given_once(own: dict[str, Any]) -> None:
+    """Which size would be meant? Values of other flags do not matter."""
+    more = {"cpu_bytes_to_use": 1 << 30, "disk_path": "/var/kv", "disk_capacity_bytes": 1 << 30}
+    config = {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": more}
+    (flag,) = (f"--{name.replace('_', '-')}" for name in own)
+    text = f"^argument --kv-transfer-config is the same as --kv-offloading-size and --kv-disk; omit it, or {flag}"
+    with pytest.raises(ConfigError, match=text):
+        EngineArgs("some/model", kv_transfer_config=config, **own)
+    with pytest.raises(ConfigError, match=text):
+        vllm.translate([flag, "1", "-tp", "1", "--kv-transfer-config", json.dumps(config)], {flag})
+    vllm.translate(["-tp", "1", "--kv-transfer-config", json.dumps(config)], {flag})
+
+
 def test_what_llm_takes_in_vllm_is_taken_or_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     args = EngineArgs(
         "some/model",

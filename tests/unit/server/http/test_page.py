@@ -15,6 +15,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process import log
 from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.engine_core import EngineCoreOutputs
+from quire.engine.protocol.kv_store import KVStoreStats
 from quire.engine.protocol.stats import GpuUsage, LogRecord, RankStats, RankUsage
 from quire.engine.protocol.supervision import NamedAdapter
 from tests.fakes.api_server import Server, run_server
@@ -25,6 +26,15 @@ async def state(server: Server) -> dict[str, Any]:
     assert answer.status_code == 200
     found: dict[str, Any] = answer.json()
     return found
+
+
+async def test_the_page_has_the_kv_stores_of_all_hosts(server: Server) -> None:
+    assert (await state(server))["kv_stores"] == []
+    server.frontend.metrics.take_store(
+        0, "10.0.0.2", KVStoreStats(memory_bytes=5, memory_capacity=9, disk_error="full")
+    )
+    tiers = {"memory_bytes": 5, "memory_capacity": 9, "disk_bytes": 0, "disk_capacity": 0, "disk_error": "full"}
+    assert (await state(server))["kv_stores"] == [{"host": "10.0.0.2", "is_up": True, **tiers}]
 
 
 VENDORED = {

@@ -21,8 +21,11 @@ METRICS = ("GET", "/metrics", None)
 ADMIN = (
     ("POST", "/log_level", {"level": "info"}),
     ("POST", "/replicas", {"data_parallel_size": 1}),
+    ("POST", "/reset_prefix_cache?reset_external=true", None),
     ("POST", "/start_profile", {"seconds": 1}),
     ("POST", "/stop_profile", None),
+    ("GET", "/kv_event_sources", None),
+    ("GET", "/kv_events/snapshot", None),
 )
 HEALTH = ("GET", "/health", None)
 KEYS: dict[str, Any] = {"admin_key": ("admin",), "metrics_key": ("metrics",)}
@@ -63,6 +66,14 @@ async def test_without_an_admin_key_nobody_changes_anything(config: EngineConfig
             answer = await server.http.request(method, path, json=body, headers={"Authorization": "Bearer api"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_required")
             assert "--admin-key" in answer.json()["error"]["message"]
+
+
+async def test_a_prefix_cache_is_reset_as_in_vllm(server: Server) -> None:
+    for query in ("", "?reset_running_requests=true", "?reset_external=false"):
+        answer = await server.http.post(f"/reset_prefix_cache{query}")
+        assert (answer.status_code, answer.json()) == (200, {"success": True})
+    answer = await server.http.post("/reset_prefix_cache?reset_external=true")  # the fake core cannot
+    assert (answer.status_code, answer.json()) == (200, {"success": False, "error": "the KV store is not up"})
 
 
 async def test_without_api_keys_generation_is_open(config: EngineConfig) -> None:

@@ -26,10 +26,8 @@ from quire import (
     Vector,
 )
 from quire.engine.protocol.errors import ConfigError
-from quire.server.client.output_stream import OutputStream
 from quire.server.client.profiler import ProfileConflict
 from quire.server.llm.metrics_reader import read_metrics
-from quire.server.llm.prompts import PromptLike
 from tests.fakes import fake_core
 
 
@@ -161,29 +159,9 @@ async def test_profiles_need_a_folder(model_folder: Path) -> None:
             await method()
 
 
-def test_a_reset_prefix_cache_is_found_by_nobody(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    salts: list[bytes] = []
-    submit = llm._frontend.client.submit
-
-    def spy(requests: Any, priority: int, salt: bytes, *rest: Any) -> OutputStream:
-        salts.append(salt)
-        return submit(requests, priority, salt, *rest)
-
-    monkeypatch.setattr(llm._frontend.client, "submit", spy)
-    prompts: list[PromptLike] = ["a", {"prompt": "a", "cache_salt": "s"}]
-
-    def salts_of_both() -> list[bytes]:
-        salts.clear()
-        llm.generate(prompts)
-        return salts.copy()
-
-    first = salts_of_both()
-    assert first == salts_of_both()
-    assert first[0] == b""
-    for _ in range(2):
-        assert llm.reset_prefix_cache() is True
-        assert len({*first, *salts_of_both()}) == len(first) + 2
-        first += salts
+def test_the_prefix_cache_and_the_kv_store_can_be_reset(llm: LLM) -> None:
+    assert llm.reset_prefix_cache() is True
+    assert llm.reset_prefix_cache(reset_connector=True) is False, "the fake core cannot"
 
 
 def test_results_have_times_and_total_log_probabilities(llm: LLM) -> None:

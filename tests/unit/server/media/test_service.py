@@ -14,7 +14,7 @@ from quire.engine.config.engine_config import EngineConfig, MediaConfig
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import EngineFailed, Failed, Ready, SetLogLevel, Shutdown
-from quire.server.client import engine_manager
+from quire.server.client import engine_manager, helper_process
 from quire.server.client.engine_manager import EngineManager
 from quire.server.client.media_metrics import MediaMetrics
 from quire.server.client.metrics import media_table
@@ -65,7 +65,7 @@ class Host:
 @pytest.fixture
 def host(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setattr("quire.engine.process.supervisor._TICK_SECONDS", 0.001)
-    monkeypatch.setattr(service, "_MAX_RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(helper_process, "_MAX_RESTART_SECONDS", 0.0)
     core, started = FakeProcess(), list[tuple[MediaProcessArgs, FakeProcess]]()
 
     def start(module: str, args: Any) -> FakeProcess:
@@ -143,7 +143,7 @@ def test_a_server_that_has_started_goes_on_without_it(host: Host, failure: Faile
 
 
 def test_it_is_restarted_later_each_time_but_within_a_minute(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_MAX_RESTART_SECONDS", 60.0)
+    monkeypatch.setattr(helper_process, "_MAX_RESTART_SECONDS", 60.0)
     host.manager.is_started = True
     delays = [host.service.on_exit(Failed("it died")) for _ in range(1100)]
     assert delays == [1, 3, 7, 15, 31, *[60] * 1095]
