@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.chaos.adapters import KEPT, MOVING, move
 from tests.chaos.client import KEY
 from tests.chaos.load import Load
 from tests.chaos.system import MEMORY_GROUPS, Layout, System
+from tests.fakes.disk_faults import damage
 
 _WAIT_SECONDS = 120.0
 _HELD_SECONDS = (0.5, 3.0)
@@ -378,6 +380,23 @@ def _can_resize(layout: Layout) -> bool:
     return "-dp" in layout.flags and not layout.others and not layout.has_experts
 
 
+# --- tiers --------------------------------------------------------------------------------------------------------
+
+
+def _damage(attack: Attack) -> None:
+    """Change, cut, exchange and remove files of the disk tier."""
+    for _ in range(10):
+        with contextlib.suppress(FileNotFoundError):  # the server has removed it meanwhile
+            damage(attack.system.kv, attack.rng)
+        time.sleep(attack.rng.uniform(0.0, 0.3))
+
+
+def _lose_files(attack: Attack) -> None:
+    """Remove the folder of the disk tier, as somebody does who needs the room."""
+    for folder in attack.system.kv.iterdir():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 # --- adapters -----------------------------------------------------------------------------------------------------
 
 
@@ -478,6 +497,13 @@ FAULTS: dict[str, Callable[[Attack], None]] = {
     "lose host": _lose_host,
     "leave": _leave,
     "resize": _resize,
+    "kill kv store": _kill("quire-kv-store"),
+    "stop kv store": _stop("quire-kv-store"),
+    "pause kv store": _pause("quire-kv-store"),
+    "kill core and kv store": _kill_all("quire-core", "quire-kv-store"),
+    "full kv disk": _fill(lambda system: system.kv, "quire-kv-store"),
+    "damage kv files": _damage,
+    "lose kv files": _lose_files,
     "reload adapter": _reload_often,
     "unload adapter": _unload,
     "reload and kill core": _reload_and_kill("quire-core"),
@@ -487,6 +513,7 @@ _OF_RANKS = {"kill rank", "stop rank", "pause rank", "slow rank", "kill fork ser
 _OF_REPLICAS = {"kill cores"}
 _OF_MEDIA = {name for name in FAULTS if name.endswith(("media", "media twice", "decoder", "decoders", "fetcher"))}
 _OF_ADAPTERS = {name for name in FAULTS if name.startswith(("reload", "unload"))}
+_OF_TIERS = {name for name in FAULTS if " kv " in name}
 _OF_HOSTS = {"cut", "long cut", "slow cable", "lose host", "leave"}
 
 
@@ -497,6 +524,7 @@ def applicable(system: System) -> tuple[list[str], list[str]]:
     left_out |= set() if "-dp" in flags else _OF_REPLICAS
     left_out |= {"full shm"} if system.layout.sees else _OF_MEDIA
     left_out |= set() if system.layout.adapts else _OF_ADAPTERS
+    left_out |= set() if system.layout.has_tiers else _OF_TIERS
     left_out |= {"memory"} if system.hosts else _OF_HOSTS
     left_out |= set() if "-dp" in flags else {"leave"}
     left_out |= set() if _can_resize(system.layout) else {"resize"}

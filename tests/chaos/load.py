@@ -151,6 +151,31 @@ def adapter_requests(catalogue: Sequence[Request]) -> list[Request]:
     ]
 
 
+_WITH_TIERS = (
+    *("greedy stream", "greedy chat", "greedy completion", "greedy stream, left", "greedy logprobs stream"),
+    *("sampled chat stream", "sampled completion, penalties", "sampled chat schema", "sampled stream, stop"),
+)
+_NUM_BEGINNINGS = 8
+
+
+def tier_requests(catalogue: Sequence[Request]) -> list[Request]:
+    """Some of these requests after each of some long beginnings, which are more than the devices have room for."""
+    return [
+        replace(each, name=f"{each.name}, beginning {number}", body=_begin(each.body, number))
+        for each in catalogue
+        if each.name in _WITH_TIERS
+        for number in range(_NUM_BEGINNINGS)
+    ]
+
+
+def _begin(body: dict[str, Any], number: int) -> dict[str, Any]:
+    beginning = f"{number}: " + f"Text {number} is said again and again. " * (30 + number)
+    if "prompt" in body:
+        return body | {"prompt": beginning + body["prompt"]}
+    (message,) = body["messages"]
+    return body | {"messages": [message | {"content": beginning + message["content"]}]}
+
+
 def _format() -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "thing", "schema": _SCHEMA, "strict": True}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import subprocess
 import time
@@ -11,8 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
+import httpx
+
 from tests.chaos.faults import FAULTS, LEAST_SHARE, Attack, applicable, describe_shares, schedule
-from tests.chaos.load import HUNG_SECONDS, Load, Record, adapter_requests, picture_requests, requests
+from tests.chaos.load import HUNG_SECONDS, Load, Record, adapter_requests, picture_requests, requests, tier_requests
 from tests.chaos.pictures import Site
 from tests.chaos.system import Layout, System, system
 
@@ -111,6 +114,7 @@ def run(
             chosen = [name for name in names if not only or name in only]
             catalogue = picture_requests(site) if layout.sees else requests(embeds=layout.embeds)
             catalogue += adapter_requests(catalogue) if layout.adapts else []
+            catalogue += tier_requests(catalogue) if layout.has_tiers else []
             load = Load(attacked.address, catalogue, clients=clients, seed=seed, host=attacked.host)
             load.measure()
             report.records = load.records
@@ -122,6 +126,8 @@ def run(
                         break
                     _wait_for_answers(load, attacked, every)
                     _inject(name, Attack(attacked, load, random.Random(fault_seed)), report, told)
+                if layout.has_tiers:
+                    told(_check_tiers(attacked, report))
                 told("parent killed")
                 load.cut_all()
                 attacked.parent.kill()
@@ -164,6 +170,18 @@ def _drain(attacked: System, load: Load, every: int, report: Report, told: Calla
         _expect_exit(attacked, (0,), report)
     report.records += load.records
     report.leftovers += attacked.leftovers()
+
+
+def _check_tiers(attacked: System, report: Report) -> str:
+    """Note a tier that has had no part in the run, and return how many tokens came from each."""
+    host, port = attacked.address
+    text = httpx.get(f"http://{host}:{port}/metrics", timeout=60).text
+    found = dict.fromkeys(("host", "disk"), 0)
+    metric = r'quire:prompt_tokens_cached_by_source_total\{.*source="(host|disk)".*\} (\S+)'
+    for source, count in re.findall(metric, text):
+        found[source] += int(float(count))
+    report.problems += [f"no tokens were loaded from {source}" for source, count in found.items() if not count]
+    return f"loaded tokens: {found}"
 
 
 def _wait_for_answers(load: Load, attacked: System, count: int) -> None:

@@ -35,6 +35,10 @@ _TMP_MIB, _SHM_MIB, _SHM_MIB_WITH_PICTURES = 16, 256, 1152
 """The last one is what the media process wants; little of it is used."""
 _PIXELS = ("--mm-processor-kwargs", '{"max_pixels": 12544}')
 """At most 16 tokens for a picture."""
+_TIERS = ("--kv-cache-memory-bytes", str(8 << 20), "--kv-offloading-size", "0.04")
+"""Room for some of the prompts on the devices and in memory."""
+_KV_MIB, _KV_DISK_GIB = 96, 0.06
+"""The file system of the disk tier, and the limit of the tier."""
 _ADAPTERS = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8")
 """Room for some of the adapters at once."""
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
@@ -65,6 +69,7 @@ class Layout:
     embeds: bool = False
     sees: bool = False
     adapts: bool = False
+    has_tiers: bool = False
 
 
 LAYOUTS = {
@@ -106,6 +111,7 @@ LAYOUTS = {
             sees=True,
         ),
         Layout("adapters", ("-dp", "2", "--api-server-count", "2", *_ADAPTERS), adapts=True),
+        Layout("tiers", ("-dp", "2", "-tp", "2"), has_tiers=True),
         Layout("embeddings", ("--runner", "pooling", "-dp", "2"), embeds=True),
     )
 }
@@ -135,7 +141,7 @@ class System:
         self.memory_group = memory_group
         """The control group of all processes, where this machine can limit memory."""
         self.tmp, self.shm = folder / "tmp", folder / "shm"
-        self.adapters = folder / "adapters"
+        self.adapters, self.kv = folder / "adapters", folder / "kv"
         self.hosts = hosts
         """None for a server on this host."""
         self.address = "", 0
@@ -208,6 +214,8 @@ class System:
         if self.layout.adapts:
             modules = [f"{name}={self.adapters / name}" for name in (*KEPT, MOVING)]
             flags += ("--lora-root", str(self.adapters), "--lora-modules", *modules)
+        if self.layout.has_tiers:
+            flags += (*_TIERS, "--kv-disk", f"{self.kv}:{_KV_DISK_GIB}")
         command = quire("serve", str(self._model), *self.layout.flags, *_COMMON, *flags, "--port", "0")
         group = "/dev/null" if self.memory_group is None else str(self.memory_group / "cgroup.procs")
         return ["sh", "-c", _PREPARE, "sh", group, str(self.shm), *command]
@@ -294,7 +302,8 @@ def system(layout: Layout) -> Iterator[System]:
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # the path must be short, for Unix sockets
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
-        for name, size in (("tmp", _TMP_MIB), ("shm", _SHM_MIB_WITH_PICTURES if layout.sees else _SHM_MIB)):
+        shm_size = _SHM_MIB_WITH_PICTURES if layout.sees else _SHM_MIB
+        for name, size in (("tmp", _TMP_MIB), ("shm", shm_size), *[("kv", _KV_MIB)] * layout.has_tiers):
             (folder / name).mkdir()
             subprocess.run(
                 ["mount", "-t", "tmpfs", "-o", f"size={size}m,mode=1777", "chaos", folder / name], check=True

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.slow
         ("dp2-tp2-ep", ["kill rank", "kill core and api"]),
         ("pictures", ["kill core and media", "kill api and media", "kill rank", "kill decoders", "kill fetcher"]),
         ("adapters", ["reload adapter", "unload adapter", "reload and kill core", "reload and kill api", "kill cores"]),
+        ("tiers", ["kill core and kv store", "stop kv store", "full kv disk", "damage kv files", "kill rank"]),
         ("hosts", ["cut", "long cut", "lose host", "slow cable", "kill cores", "leave"]),
     ],
 )
