@@ -25,13 +25,13 @@ ROOMS = (
     "",  # quire/ itself
     *("server.cli", "server.app", "server.llm", *APIS, "server.http", "server.serving"),
     *("server.text", "server.media", "server.parsers", "server.client", "server.config"),
-    *("engine.doctor", "engine.core", "engine.executor", "engine.worker", "engine.scheduler", "engine.models"),
-    *("engine.checkpoints", "engine.layers", "engine.distributed"),
+    *("engine.doctor", "engine.core", "engine.executor", "engine.worker", "engine.scheduler", "engine.kv_store"),
+    *("engine.models", "engine.checkpoints", "engine.layers", "engine.distributed"),
     *FLOOR,
     "kernels",
 )
 """From the top down: a room may import the rooms below it, so that there are no cycles."""
-SHARED = {"engine.core.launch", "engine.scheduler.grammar"}
+SHARED = {"engine.core.launch", "engine.kv_store.disk", "engine.kv_store.launch", "engine.scheduler.grammar"}
 """Modules of the rooms above the floor, without torch, that the server may import, too."""
 OPTIONS_ROOMS = (
     *("engine.config", "server.cli", "server.config", "server.llm"),
