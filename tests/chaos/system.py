@@ -303,10 +303,11 @@ def system(layout: Layout) -> Iterator[System]:
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
         shm_size = _SHM_MIB_WITH_PICTURES if layout.sees else _SHM_MIB
-        for name, size in (("tmp", _TMP_MIB), ("shm", shm_size), *[("kv", _KV_MIB)] * layout.has_tiers):
+        mounts = [("tmp", _TMP_MIB, "1777"), ("shm", shm_size, "1777"), ("kv", _KV_MIB, "0700")]
+        for name, size, mode in mounts if layout.has_tiers else mounts[:2]:
             (folder / name).mkdir()
             subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", f"size={size}m,mode=1777", "chaos", folder / name], check=True
+                ["mount", "-t", "tmpfs", "-o", f"size={size}m,mode={mode}", "chaos", folder / name], check=True
             )
             stack.callback(subprocess.check_call, ["umount", "--lazy", folder / name])
         model = DEMO_MODEL
