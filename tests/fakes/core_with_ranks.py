@@ -141,7 +141,7 @@ class Ranks:
 
         `reported` is earlier output of each from another replica; the second text of each pair starts at
         `second_segments`; `media` are the images and videos of each, `adapters` their adapters. `speculation`
-        makes the drafts. `prepare` is called before they are served.
+        makes the drafts. `prepare` is called before they run.
         """
         scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
