@@ -7,7 +7,7 @@ back to the reference. This package imports nothing else from Quire.
 
 from __future__ import annotations
 
-from quire.kernels import coded_words, reference
+from quire.kernels import coded_words, int4_kv, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer, HostMetadata
 from quire.kernels.backends import BackendUnavailable
 from quire.kernels.cache import (
@@ -15,12 +15,13 @@ from quire.kernels.cache import (
     StateSegments,
     allocate_kv_cache,
     heads_as_blocks,
+    int4_row_size,
     kv_cache_dtype,
     page_rows,
     recurrent_states,
 )
 from quire.kernels.coded_words import RoundedRows, RowRounding, plain_rows, rows_for
-from quire.kernels.dispatch import by_device, paged_attention, prepare
+from quire.kernels.dispatch import by_device, int4_attention, paged_attention, prepare
 from quire.kernels.experts import PackedExperts, fused_experts, pack_experts
 from quire.kernels.linear import (
     PackedEmbedding,
@@ -73,6 +74,8 @@ __all__ = [
     "fused_experts",
     "gumbel_noise",
     "heads_as_blocks",
+    "int4_attention",
+    "int4_row_size",
     "kv_cache_dtype",
     "linear_attention",
     "mhc_post",
@@ -87,6 +90,7 @@ __all__ = [
     "penalize",
     "plain_rows",
     "prepare",
+    "quantize_kv",
     "read_kv",
     "recurrent_states",
     "rms_norm",
@@ -115,6 +119,7 @@ rotary = by_device(reference.rotary)
 rotary_write_kv = by_device(reference.rotary_write_kv)
 route = by_device(reference.route)
 read_kv = by_device(reference.read_kv)
+quantize_kv = by_device(int4_kv.quantize_kv)
 act_mul = by_device(reference.act_mul)
 activate = by_device(reference.activate)
 attention = by_device(reference.attention)

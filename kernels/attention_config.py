@@ -46,6 +46,8 @@ class AttentionLayer:
     """Whether queries may attend to keys behind their own."""
     is_mla: bool = False
     """Whether keys and values share memory, as in MLA."""
+    is_partial: bool = False
+    """Whether a rank has a part of the keys only, and needs the logarithms of sums."""
 
 
 @dataclass(frozen=True)

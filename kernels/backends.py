@@ -44,7 +44,7 @@ def choose(
     backend = config.backend
     if backend == "reference":
         logger.info("attention on %s: reference, as requested (slow)", device)
-        return _reference
+        return reference_attention
     if device.type == "cpu":
         if backend != "auto":
             raise BackendUnavailable(f"--attention-backend {backend} needs a GPU; omit the flag or use reference")
@@ -77,7 +77,8 @@ def _own_name(problem: str) -> str:
     return "the reference" if problem else "triton"
 
 
-def _reference(*args: Any, host: HostMetadata | None = None, **options: Any) -> Tensor:
+def reference_attention(*args: Any, host: HostMetadata | None = None, **options: Any) -> Tensor:
+    """The backend `reference`."""
     return reference.paged_attention(*args, **options)
 
 

@@ -4,6 +4,8 @@ A *row* holds one token's keys or values of one head: head_dim numbers of the ca
 or 8-bit floats: e4m3, Micikevicius et al. 2022) every row has a float32 scale, and a value is the stored number times
 the scale; the row's largest magnitude maps to the type's largest number (127 or 448). The scales of a block's head
 follow all of its numbers, so that the rows of numbers and the scales are each aligned for vector loads.
+
+A cache of 4-bit numbers has bytes, and other blocks: see `quire.kernels.int4_kv`.
 """
 
 from __future__ import annotations
@@ -18,20 +20,29 @@ from torch import Tensor
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Type of a quantized cache → the number that the largest magnitude of a row maps to."""
+INT4 = torch.uint8
+"""Type of a cache of 4-bit numbers."""
 SCALE_BYTES = 4
 FP8_CAPABILITY = (8, 9)
 """The lowest compute capability of NVIDIA GPUs with instructions for 8-bit floats."""
 
 
 def kv_cache_dtype(name: str) -> torch.dtype:
-    """The element type of a cache by name: a torch float type, int8 or fp8."""
-    dtype: torch.dtype = torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
+    """The element type of a cache by name: a torch float type, int8, fp8 or int4."""
+    dtype: torch.dtype = {"fp8": torch.float8_e4m3fn, "int4": INT4}.get(name) or getattr(torch, name)
     return dtype
 
 
 def row_size(head_dim: int, dtype: torch.dtype) -> int:
     """Elements of a row of the cache, including its scale."""
     return head_dim + SCALE_BYTES if dtype in LARGEST else head_dim
+
+
+def int4_row_size(head_dim: int, block_size: int) -> int:
+    """Bytes of a token's keys and values of one head in a cache of 4-bit numbers, with its share of the scales and
+    offsets of its block. Both numbers are even, and block_size divides 4 * head_dim."""
+    assert head_dim % 2 == block_size % 2 == 4 * head_dim % block_size == 0
+    return head_dim + 4 * head_dim // block_size + 4
 
 
 class QuantizedRows(NamedTuple):
@@ -84,8 +95,13 @@ def allocate_kv_cache(
     follow each other, so that consecutive blocks of a layer can hold something else (`recurrent_states`). The cache
     must not contain NaN, because attention reads whole blocks and multiplies masked values by 0. On CPU the pages are
     the operating system's zero pages: memory is committed when a block is first written.
+
+    In a cache of 4-bit numbers, a single tensor has keys and values: `[layers, 1, blocks, kv_heads, block_size, row]`.
     """
-    shape = (layers, num_blocks, num_tensors, kv_heads, block_size, row_size(head_dim, dtype))
+    row = row_size(head_dim, dtype)
+    if dtype == INT4:
+        num_tensors, row = 1, int4_row_size(head_dim, block_size)
+    shape = (layers, num_blocks, num_tensors, kv_heads, block_size, row)
     if device.type != "cpu":
         memory = torch.zeros(shape, dtype=torch.uint8 if dtype in LARGEST else dtype, device=device).view(dtype)
     else:

@@ -14,6 +14,7 @@ import torch
 
 from quire.kernels import backends, examples
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer
+from quire.kernels.cache import INT4
 from quire.kernels.examples import Example, Inputs, tolerance
 from quire.kernels.flashinfer import FlashInfer
 from quire.kernels.quantized import QuantizedFormat
@@ -119,7 +120,11 @@ def _examples(inputs: Inputs, config: AttentionConfig, formats: Collection[Quant
         yield examples.attention(inputs, requests, layer)
     for layer in config.layers:
         requests_of_model = [(0, 19), (700, 1), (31, 5), (3, 1)]
-        yield examples.attention(inputs, requests_of_model, layer, config.cache_dtype, config.block_size)
+        requests_of_model += [(0, 1)] * layer.is_partial  # no key of it is here
+        if config.cache_dtype == INT4:
+            yield from examples.int4_cache(inputs, requests_of_model, layer, config.block_size)
+        else:
+            yield examples.attention(inputs, requests_of_model, layer, config.cache_dtype, config.block_size)
     tokens, blocks = ((7, 1), (30, 1), (5, 4), (30, 2)), ((16, 5, 1), (24, 40, 2))
     yield from examples.selection(inputs, requests, (6, 80), tokens, blocks)
     for layer in (per_request, latent):
@@ -158,3 +163,4 @@ def _examples(inputs: Inputs, config: AttentionConfig, formats: Collection[Quant
     yield examples.activation(inputs, 3, 100, "quick_gelu", gated=False)
     yield examples.fused_experts(inputs, 3, (5, 2, 200, 48), "relu2", gated=False, has_changes=True)
     yield from examples.sequences(inputs, (70, 1, 19, 110), heads, rotary_dim=16)
+    yield from examples.int4_cache(inputs, requests, per_request)

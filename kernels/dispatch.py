@@ -11,8 +11,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from quire.kernels import backends, check, coded_words, cpu, reference, scaled_matmul
+from quire.kernels import backends, check, coded_words, cpu, int4_kv, reference, scaled_matmul
 from quire.kernels.attention_config import AttentionConfig, HostMetadata
+from quire.kernels.cache import INT4
 from quire.kernels.quantized import QuantizedFormat
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def _load_triton(
         logger.warning("the GPU kernels need Triton; using the slower reference: %s", error)
     else:
         PLATFORMS[device.type], problems = check.passing(triton, device, dtype, config, formats)
-        problem = problems.get("paged_attention", "")
+        problem = problems.get("int4_attention" if config.cache_dtype == INT4 else "paged_attention", "")
     if device.type == "cuda":
         scaled_matmul.choose(device, dtype, formats, _rounded_matmul)
     _choose(device, dtype, config, problem)
@@ -126,6 +127,12 @@ def paged_attention(query: Tensor, *batch: Any, host: HostMetadata | None = None
     return _paged_attention(query, *batch, **options) if out is None else out
 
 
+def int4_attention(query: Tensor, *batch: Any, **options: Any) -> Tensor:
+    """`int4_kv.int4_attention`, by the platform or, if `prepare` was asked for it, by the reference."""
+    is_reference = backends.CHOSEN.get(query.device.type) is backends.reference_attention
+    return (int4_kv.int4_attention if is_reference else _int4_attention)(query, *batch, **options)
+
+
 def rounded_matmul(
     x: Tensor,
     codes: Tensor,
@@ -144,5 +151,6 @@ def rounded_matmul(
 
 
 _paged_attention = by_device(reference.paged_attention)
+_int4_attention = by_device(int4_kv.int4_attention)
 _rounded_matmul = by_device(coded_words.rounded_matmul)
 _round_rows = by_device(coded_words.round_rows)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels import coded_words, fp4, packed, quantized, reference
+from quire.kernels import coded_words, fp4, int4_kv, packed, quantized, reference
 from quire.kernels.attention_config import AttentionCase, AttentionLayer, HostMetadata
-from quire.kernels.cache import FP8_CAPABILITY, LARGEST, StateSegments, allocate_kv_cache
+from quire.kernels.cache import FP8_CAPABILITY, INT4, LARGEST, StateSegments, allocate_kv_cache
 from quire.kernels.coded_words import RowRounding, pack_words, typed_codes
 from quire.kernels.fp4 import FP4_CAPABILITY, pack_fp4
 from quire.kernels.low_rank import AdapterRows, ExpertChanges, LowRankPool
@@ -50,7 +50,7 @@ class Example(NamedTuple):
 
     def expected(self) -> Any:
         """The reference's result."""
-        every = (reference, packed, quantized, coded_words, fp4)
+        every = (reference, int4_kv, packed, quantized, coded_words, fp4)
         return self.call(next(module for module in every if hasattr(module, self.operation)))
 
 
@@ -167,6 +167,10 @@ def attention_case(
         positions = torch.cat([torch.arange(sum(each) - each[1], sum(each), device=device) for each in requests])
         last = torch.from_numpy(lengths.repeat(counts)).to(device)
         options["ends"] = torch.where(positions % 110 < 10, positions + 1, (positions // 110 * 110 + 110).minimum(last))
+    if layer.is_partial:
+        ends = torch.cat([torch.arange(sum(each) - each[1], sum(each), device=device) for each in requests]) // 2
+        options["ends"], lengths = ends, ends[starts[1:] - 1].cpu().numpy()
+        options["logs"] = torch.zeros(len(query), layer.heads, device=device)
     cache = cache.expand(2, *cache.shape[1:]) if layer.is_mla else cache
     args = (query, cache, tables, torch.from_numpy(lengths).to(device), starts, layer.scale)
     return AttentionCase(args, options, HostMetadata(counts, lengths, {}))
@@ -182,13 +186,46 @@ def attention(
     """An implementation that takes the host's numbers gets them, as from a model."""
     case = attention_case(inputs, requests, layer, cache_dtype, block_size)
 
-    def call(module: Any) -> Tensor:
+    def call(module: Any) -> Any:
         takes_host = "host" in inspect.signature(module.paged_attention).parameters
         options = case.options | ({"host": case.host} if takes_host else {})
-        return module.paged_attention(*case.args, **options)  # type: ignore[no-any-return]
+        out = module.paged_attention(*case.args, **options)
+        return (out, options["logs"].clone()) if layer.is_partial else out
 
     kind = f"{str(cache_dtype or inputs.dtype)[6:]} cache"
     return Example("paged_attention", f"{len(requests)} requests, {kind}, {layer}", call)
+
+
+def int4_cache(
+    inputs: Inputs, requests: Sequence[tuple[int, int]], layer: AttentionLayer, block_size: int = 16
+) -> Iterator[Example]:
+    """Writing a cache of 4-bit numbers, which is compared as attention reads it, and attention. All blocks are among
+    the recent ones, too, in the same places; those that are not complete have scales of NaN."""
+    case = attention_case(inputs, requests, layer, block_size=block_size)
+    query, recent, tables, lengths, starts, scale = case.args
+    places = [torch.arange(context, context + count, device=inputs.device) for context, count in requests]
+    of_queries = [
+        table[place // block_size] * block_size + place % block_size
+        for table, place in zip(tables, places, strict=True)
+    ]
+    is_complete = torch.arange(tables.shape[1], device=inputs.device) < lengths[:, None] // block_size
+    ends = torch.where(is_complete, (tables + 1) * block_size - 1, -1).flatten()
+
+    def quantize(module: Any) -> Tensor:
+        sizes = tables.numel(), layer.kv_heads, block_size, layer.head_dim
+        cache = allocate_kv_cache(1, *sizes, INT4, inputs.device)[0].fill_(255)
+        module.quantize_kv(recent, cache, ends, ends)
+        return cache
+
+    def call(module: Any) -> Tensor:
+        # A number between two codes may get either, so a difference of one step is allowed.
+        read = int4_kv.Int4Blocks.of(quantize(module)).dequantize().nan_to_num()
+        return read / recent.float().abs().amax() * (7 * tolerance("quantize_kv", inputs.dtype))
+
+    named = f"{len(requests)} requests, blocks of {block_size}, {layer}"
+    yield Example("quantize_kv", named, call)
+    given = query, quantize(int4_kv), tables, lengths, starts, scale, recent, torch.cat(of_queries)
+    yield _example("int4_attention", named, *given, **case.options)
 
 
 def sequences(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.attention_config import AttentionCase, AttentionLayer, HostMetadata
+from quire.kernels.cache import INT4
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class FlashInfer:
         """The unsupported feature that such a layer needs, or ""."""
         if layer.is_mla:
             return "latent attention"
+        if layer.is_partial:
+            return "a part of the keys"
         if layer.has_sinks or layer.has_own_sinks or layer.has_alibi or layer.num_biases:
             has_sinks = layer.has_sinks or layer.has_own_sinks
             return "sinks" if has_sinks else "ALiBi" if layer.has_alibi else "biases of queries and distances"
@@ -90,7 +93,8 @@ class FlashInfer:
             return f"heads of {layer.head_dim}"
         if dtype not in TYPES:
             return str(dtype).removeprefix("torch.")
-        return "" if cache_dtype == dtype else f"a cache of {str(cache_dtype).removeprefix('torch.')}"
+        kind = "int4" if cache_dtype == INT4 else str(cache_dtype).removeprefix("torch.")
+        return "" if cache_dtype == dtype else f"a cache of {kind}"
 
     def __call__(
         self,

@@ -202,6 +202,7 @@ def paged_attention(
     slopes: Tensor | None = None,
     biases: Tensor | None = None,
     ends: Tensor | None = None,
+    logs: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over a paged KV cache (Kwon et al. 2023), with prefill chunks and decodes in one batch.
 
@@ -222,6 +223,9 @@ def paged_attention(
     - `sinks` float32 `[heads]` (gpt-oss) or `[tokens, heads]`: one additional score per query, whose value is 0.
     - `ends` int64 `[tokens]`: a query also attends to the keys behind its own up to this position, which is within the
       sequence and does not decrease from one query of a request to the next (Gemma 3).
+    - `logs` float32 `[tokens, heads]` is filled with the logarithms of the sums of the exponentials of scores, by which
+      results for parts of the keys are combined. The cache then has only some of the keys: positions count these, and
+      `ends`, which must be given, may also be before a query. Without any keys, a result is 0, and its logarithm -inf.
     """
     kv_heads, block_size = cache.shape[2:4]
     output = torch.empty_like(query)
@@ -229,6 +233,7 @@ def paged_attention(
     firsts = sequence_lengths - counts  # [requests], the first query's position
     begins = (firsts - window + 1).clamp_(min=0) // block_size if window else torch.zeros_like(counts)
     blocks = (sequence_lengths + block_size - 1) // block_size - begins  # [requests], starting with number `begins`
+    blocks.clamp_(min=1)
     for requests, count, width in _group_requests(counts, blocks, kv_heads * block_size * query.shape[2]):
         step = torch.arange(count, device=query.device)
         rows = query_starts[requests, None] + step  # [requests, count]
@@ -247,8 +252,10 @@ def paged_attention(
             own_biases = None if biases is None else biases[part].float()
             ahead = None if ends is None else (ends[part] - 1 - firsts[requests, None] - steps)[..., None]
             options = scale, window, softcap, own_sinks, slopes, own_biases, ahead
-            mixed = _attend(query[part].float(), keys, values, distances, *options)
+            mixed, sums = _attend(query[part].float(), keys, values, distances, *options)
             output[part] = mixed.to(query.dtype)
+            if logs is not None:
+                logs[part] = sums
     return output
 
 
@@ -343,13 +350,19 @@ def choose_blocks(scores: Tensor, own: Tensor, count: int, local: int) -> Tensor
 
 
 def sparse_attention(
-    query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, sinks: Tensor | None = None
+    query: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+    logs: Tensor | None = None,
 ) -> Tensor:
     """Attention of each query to its own tokens of a paged KV cache, which are in the first `counts` of its `slots`.
 
     `query` is `[tokens, heads, head_dim]`, `slots` int64 `[tokens, top_k]`, and `counts` int64 `[tokens]` from 1 to
-    top_k. `cache`, `scale` and `sinks` `[heads]` are as in `paged_attention`. The result is as for a decode with these
-    tokens.
+    top_k. `cache`, `scale`, `sinks` `[heads]` and `logs` are as in `paged_attention`, with `logs` counts may be 0. The
+    result is as for a decode with these tokens.
     """
     output, top_k = torch.empty_like(query), slots.shape[1]
     place = torch.arange(top_k, device=query.device)
@@ -359,8 +372,10 @@ def sparse_attention(
         is_beyond = place >= counts[rows, None]
         values.masked_fill_(is_beyond[:, None, :, None], 0.0)
         distances = is_beyond.to(torch.int64)[:, None]  # keys in the future are hidden
-        mixed = _attend(query[rows, None].float(), keys, values, distances, scale, 0, 0.0, sinks, None, None)
+        mixed, sums = _attend(query[rows, None].float(), keys, values, distances, scale, 0, 0.0, sinks, None, None)
         output[rows] = mixed[:, 0].to(query.dtype)
+        if logs is not None:
+            logs[rows] = sums[:, 0]
     return output
 
 
@@ -532,10 +547,11 @@ def _attend(
     slopes: Tensor | None,
     biases: Tensor | None,
     ahead: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Dense attention; `query` is `[requests, count, heads, head_dim]`, `distances` `[requests, count, tokens]`,
     `sinks` `[heads]` or `[requests, count, heads]`, and `biases` `[requests, count, heads, keys]`. Queries see
-    as many keys `ahead`, `[requests, count, 1]`; None: none."""
+    as many keys `ahead`, `[requests, count, 1]`; None: none. Also returns the logarithms of the sums of the
+    exponentials of scores, `[requests, count, heads]`; without any keys, the result is 0."""
     requests, count, heads, head_dim = query.shape
     kv_heads, tokens = keys.shape[1:3]
     grouped = query.transpose(1, 2).reshape(requests, kv_heads, -1, head_dim)
@@ -555,9 +571,9 @@ def _attend(
     if sinks is not None:
         by_query = sinks.expand(requests, count, heads).transpose(1, 2)[..., None]
         scores = torch.cat((scores, by_query), dim=-1)
-    weights = scores.softmax(dim=-1)[..., :tokens]
+    weights = scores.softmax(dim=-1)[..., :tokens].masked_fill_(hidden[:, None], 0.0)
     mixed = weights.reshape(requests, kv_heads, -1, tokens) @ values
-    return mixed.view(requests, heads, count, head_dim).transpose(1, 2)
+    return mixed.view(requests, heads, count, head_dim).transpose(1, 2), scores.logsumexp(dim=-1).transpose(1, 2)
 
 
 def attention(

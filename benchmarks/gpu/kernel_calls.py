@@ -81,6 +81,7 @@ def _attention(
     yield examples.attention(inputs, requests, AttentionLayer(*latent, latent[2] ** -0.5, is_mla=True))
     for cache_dtype in LARGEST:
         yield examples.attention(inputs, requests, layers[0], cache_dtype)
+    yield from examples.int4_cache(inputs, requests, layers[0])
 
 
 def _selection(inputs: Inputs, requests: Requests, heads: tuple[int, int], top_k: int) -> Iterator[Example]:

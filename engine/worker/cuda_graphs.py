@@ -28,7 +28,7 @@ from tqdm import tqdm
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import format_bytes
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.batch import Batch, BatchAdapters, KVBlocks
+from quire.engine.layers.batch import Batch, BatchAdapters, KVBlocks, RecentTokens
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker import graph_recorders
@@ -237,6 +237,7 @@ class _Inputs:
             for number, group in enumerate(cache.groups)
         }
         """The blocks of each KV cache group, or the pages of states that are read and written."""
+        self._recent = None if cache.recent is None else full(-1, most)
         self._starts = torch.arange(most + 1, device=device)
         self._order = self._slot_starts = full(0, 0)
         """As in `AdapterRows`."""
@@ -271,11 +272,14 @@ class _Inputs:
             token_mask=self._token_mask[:size],
             rope_positions=None if self._rope_positions is None else self._rope_positions[:size],
             adapters=BatchAdapters(adapters, adapters, adapters) if has_adapters else None,
+            recent=None if self._recent is None else RecentTokens(self._recent[:size]),
         )
 
     def clear(self, size: int) -> None:
         """Make the first `size` rows padding."""
         self._token_mask[:size].zero_()
+        if self._recent is not None:
+            self._recent[:size].fill_(-1)
         for own in self._groups.values():
             for each in own[:1] if isinstance(own, KVBlocks) else own:
                 each[:size].fill_(-1)
@@ -301,6 +305,10 @@ class _Inputs:
             parts.append((self._order, order, self._starts[rows:]))
             to += [self._slot_starts[:-1], self._slot_starts[-1:]]
             values += [starts[:-1], self._starts[size : size + 1]]
+        if self._recent is not None:
+            assert batch.recent is not None
+            assert batch.recent.moves is None
+            parts.append((self._recent, batch.recent.slots, self._no_slot))
         for number, group in batch.groups.items():
             own = self._groups[number]
             if isinstance(group, KVBlocks):

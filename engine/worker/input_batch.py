@@ -13,12 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.engine.layers.batch import Batch, BatchAdapters, KVBlocks
+from quire.engine.config.engine_config import RecentBlocks
+from quire.engine.layers.batch import Batch, BatchAdapters, KVBlocks, RecentTokens
 from quire.engine.protocol.adapters import NO_SLOT
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import NewRequestData, SchedulerOutput
 from quire.engine.worker.async_copies import send
 from quire.engine.worker.media_rows import FeatureRange, MediaRows
+from quire.engine.worker.recent_slots import RecentSlots
 from quire.kernels import AdapterRows, HostMetadata, StateSegments
 
 Ints = npt.NDArray[np.int64]
@@ -91,11 +93,15 @@ class InputBatch:
         is_shared: bool | None = None,
         media: MediaRows | None = None,
         num_adapter_slots: int = 0,
+        recent: RecentBlocks | None = None,
     ) -> None:
         """`states` are the groups with recurrent states, in pages of `blocks_per_page` blocks. `is_shared`: whether
-        device and host share their memory; None: they do on a CPU. `media`: None: the model takes text only."""
+        device and host share their memory; None: they do on a CPU. `media`: None: the model takes text only. `recent`:
+        the blocks beside a cache in 4 bits."""
         self._states, self._blocks_per_page = states, blocks_per_page
         self.block_size = block_size
+        self.recent = None if recent is None else RecentSlots(recent, block_size)
+        """None: the cache is not in 4 bits."""
         self._groups, self._device = groups, torch.device(device)
         self._attention_groups = [group for group in range(groups) if group not in states]
         self._slots, self._max_length, self._width = slots, max_length, -(-max_length // block_size)
@@ -313,6 +319,7 @@ class InputBatch:
         if counts.max(initial=1) > 1:
             owners = np.repeat(slots, counts)
             positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
+        recent = self._recent(slots, first, counts, owners, positions)
         if rows.num_drafts is not None and not self._states and (counts - rows.num_drafts == 1).all():
             # Every token is a row of its own: KV is written before any row attends. So the step is one of decodes.
             slots, counts, first, starts = owners, np.ones_like(owners), positions, np.arange(len(owners) + 1)
@@ -335,6 +342,7 @@ class InputBatch:
             *chain.from_iterable(segments.values()),
             *(each.ravel() for each in tensors.values()),
             *adapters,
+            *recent,
         )
         places, ends, query_starts, sampled, kept, *others = sent
         slot_mappings, rest = others[: len(tables)], iter(others[len(tables) :])
@@ -357,8 +365,17 @@ class InputBatch:
             adapters=BatchAdapters(*(AdapterRows(next(rest), next(rest), True, each) for each in adapters[1::2]))
             if adapters
             else None,
+            recent=_recent_tokens([*rest]),
         )
         return batch, kept
+
+    def _recent(self, slots: Ints, first: Ints, counts: Ints, owners: Ints, positions: Ints) -> list[Ints]:
+        """The fields of `RecentTokens`, of one dimension, for rows of tokens: see `RecentSlots.of_step`; empty: there
+        are none."""
+        if self.recent is None:
+            return []
+        places, moves = self.recent.of_step(slots, first, counts, owners, positions)
+        return [places] if moves is None else [places, moves.ravel()]
 
     def _adapters(self, owners: Ints, positions: Ints, starts: Ints, last: Ints) -> list[Ints]:
         """The tensors of `AdapterRows` of tokens at these positions of these slots, of the last one of each row, and of
@@ -417,6 +434,7 @@ class InputBatch:
         owners = np.repeat(slots, counts)
         positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
         rows: Ints = np.arange(len(slots))
+        recent = self._recent(slots, first, counts, owners, positions)
         if as_decodes:
             slots, counts, first, rows = owners, np.ones_like(owners), positions, starts[:-1]
             starts = np.arange(len(owners) + 1)
@@ -425,9 +443,10 @@ class InputBatch:
         width = min(self._width, -(-(int(lengths.max()) + ahead) // self.block_size))
         mappings = self._slot_mappings(owners, blocks, offsets)
         token_ids, tables, sent = self._gather(
-            self.token_indices(owners, positions), slots, width, positions, lengths, starts, *mappings
+            self.token_indices(owners, positions), slots, width, positions, lengths, starts, *mappings, *recent
         )
-        places, ends, query_starts, *slot_mappings = sent
+        places, ends, query_starts, *others = sent
+        slot_mappings, rest = others[: len(tables)], others[len(tables) :]
         batch = Batch(
             token_ids=token_ids,
             positions=places,
@@ -436,6 +455,7 @@ class InputBatch:
             logits_indices=query_starts[1:] - 1,
             groups=_kv_blocks(slot_mappings, tables),
             host=HostMetadata(counts, lengths, {}),
+            recent=_recent_tokens(rest),
         )
         return Span(batch, rows)
 
@@ -498,6 +518,14 @@ class InputBatch:
         self.num_computed_tokens[rows.slots] += rows.counts
         if rows.num_drafts is not None:
             self.num_computed_tokens[rows.slots] -= rows.num_drafts
+
+
+def _recent_tokens(sent: Sequence[Tensor]) -> RecentTokens | None:
+    """Of the tensors of `InputBatch._recent`."""
+    if not sent:
+        return None
+    places, *moves = sent
+    return RecentTokens(places, moves[0].view(2, -1) if moves else None)
 
 
 def _kv_blocks(slot_mappings: Sequence[Tensor], tables: Mapping[int, Tensor]) -> dict[int, KVBlocks]:

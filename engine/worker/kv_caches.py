@@ -17,9 +17,10 @@ from quire.engine.config.kv_cache_groups import (
     cached_layers,
     count_planes,
     place_layers,
+    recent_layers,
 )
 from quire.engine.layers.compressed import compressed_cache
-from quire.engine.layers.kv_cache import LayerCache
+from quire.engine.layers.kv_cache import LayerCache, RecentCache
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker.async_copies import send
 
@@ -29,7 +30,7 @@ class KVCaches:
 
     def __init__(self, config: EngineConfig, stage: int, device: torch.device) -> None:
         planes = allocate_planes(config, stage, device)
-        caches, num_layers = view_caches(config, stage, planes), len(config.parallel.stages[stage])
+        caches, num_layers = view_caches(config, stage, planes, device), len(config.parallel.stages[stage])
         self.layers, self.drafter = caches[:num_layers], caches[num_layers:]
         self.memory = {shape: own.transpose(1, 2).view(torch.uint8).view(-1) for shape, own in planes.items()}
         """The bytes of all planes of each shape: plane after plane, block after block."""
@@ -73,12 +74,15 @@ def allocate_planes(config: EngineConfig, stage: int, device: torch.device) -> d
 
 def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> list[LayerCache]:
     """Allocate the planes, and return the caches in them: see `view_caches`."""
-    return view_caches(config, stage, allocate_planes(config, stage, device))
+    return view_caches(config, stage, allocate_planes(config, stage, device), device)
 
 
-def view_caches(config: EngineConfig, stage: int, planes: Mapping[KVCacheShape, Tensor]) -> list[LayerCache]:
-    """The KV caches of a stage's layers on one rank, in its planes, each of which layers of different groups share. On
-    the last stage the caches of the drafter's layers follow. Encoders have none."""
+def view_caches(
+    config: EngineConfig, stage: int, planes: Mapping[KVCacheShape, Tensor], device: torch.device
+) -> list[LayerCache]:
+    """The KV caches of a stage's layers on one rank, in its planes, each of which layers of different groups share;
+    memory for what is not quantized yet is allocated. On the last stage the caches of the drafter's layers follow.
+    Encoders have none."""
     cache, tp, dtype = config.cache, config.parallel.tensor_parallel_size, getattr(torch, config.model.dtype)
     if not cache.num_blocks:
         return []
@@ -92,6 +96,14 @@ def view_caches(config: EngineConfig, stage: int, planes: Mapping[KVCacheShape, 
             return None
         return planes[place.index_shape][place.index_plane]
 
+    recent: dict[int, RecentCache] = {}
+    if (blocks := cache.recent) is not None:
+        slots, of_type = config.scheduler.max_num_seqs, kernels.kv_cache_dtype(blocks.dtype)
+        for shape, numbers in recent_layers(config, stage):
+            size = shape.num_heads, cache.block_size, shape.head_dim
+            [memory] = kernels.allocate_kv_cache(1, blocks.number(slots, len(numbers)), *size, of_type, device)
+            for count, number in enumerate(numbers):
+                recent[number] = RecentCache(memory, blocks.others, count * slots * blocks.per_request)
     places = place_layers(specs, cache.groups, stage)
     architectures = [each.model.architecture for each in config.with_drafter]
     numbered = [(arch, number) for arch in architectures for number in range(arch.num_layers)]
@@ -107,7 +119,7 @@ def view_caches(config: EngineConfig, stage: int, planes: Mapping[KVCacheShape, 
             entries_group = None if place is None else place.group
             kept = LayerCache(compressed=parts, group=windows.group, entries_group=entries_group)
         elif place is not None:
-            kept = LayerCache(plane(place), place.group, keys=index_plane(place))
+            kept = LayerCache(plane(place), place.group, keys=index_plane(place), recent=recent.get(layer))
         elif spec.kv_source is not None:
             source = layer - number + spec.kv_source
             kept = caches[source - stages[stage].start]._replace(state=None)

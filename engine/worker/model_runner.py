@@ -130,6 +130,7 @@ class ModelRunner:
             if media is None
             else MediaRows(slots, media, self._vocab_size, has_axes=model.architecture.has_rope_sections),
             num_adapter_slots=0 if config.lora is None else config.lora.num_slots,
+            recent=cache.recent,
         )
 
         drafter = config.drafter if self._pipeline.is_last else None
@@ -142,6 +143,9 @@ class ModelRunner:
         self._step_end: StepEnd | None = None
         """The end of the last step, if a row of the next one can be chained to one of its rows."""
 
+        self._on_layer: Callable[[int], None] | None = None
+        """Of the step that is being launched: see `Batch.on_layer`."""
+
         staging = KVStaging.of(config, rank, device)
         self._graphs: DecodeGraphs | None = None
         self.num_blocks = cache.num_blocks
@@ -149,6 +153,7 @@ class ModelRunner:
         if meter is not None and cache.num_blocks:
             self._initialize_kv_caches(config.with_blocks(cache.blocks_per_page))
             self.num_blocks = determine_num_blocks(config, rank, meter, lambda plan: self._launch(plan).result())
+            del self._kv_caches, self._drafter  # they hold memory that does not depend on the number of blocks
         config = config.with_blocks(self.num_blocks)
         self._initialize_kv_caches(config)
         self._kv_copies: KVCopies | None = None
@@ -224,8 +229,17 @@ class ModelRunner:
         except for `EncoderOutput`.
         """
         self._adapter_failures = {}
-        if self._kv_copies is not None and plan.kv_copies is not None:
-            self._kv_copies.begin(plan.kv_copies)
+        if self._kv_copies is None or plan.kv_copies is None:
+            return self._launch_safely(plan)
+        self._on_layer = self._kv_copies.begin(plan.kv_copies)
+        try:
+            return self._launch_safely(plan)
+        finally:
+            self._kv_copies.end_step()
+            self._on_layer = None
+
+    def _launch_safely(self, plan: SchedulerOutput) -> AsyncOutput:
+        """Start a step; where no other rank waits for this one, one that finds too little memory fails alone."""
         if self._oom_handler is None:
             return self._launch(plan)
 
@@ -334,6 +348,8 @@ class ModelRunner:
         has_prompts = int(rows.counts.sum()) > len(rows.counts)
         logits_indices_only = self._logits_indices_only and has_prompts and not rows.scoring and rows.num_drafts is None
         batch, places = self._input_batch.batch(rows, replica_tokens, logits_indices_only=logits_indices_only)
+        if self._on_layer is not None:
+            batch = replace(batch, on_layer=self._on_layer)
         if isinstance(self._model, Encoder):
             batch = replace(batch, token_types=self._input_batch.token_types(rows))
         if batch.media_tokens is not None and self._encoder_cache is not None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels import int4_kv, reference
 from quire.kernels.cache import StateSegments
 from quire.kernels.cpu.build import CannotBuild, Operations, load
 from quire.kernels.low_rank import AdapterRows, ExpertChanges, LowRankPool
@@ -31,6 +31,7 @@ __all__ = [
     "coded_linear",
     "compress_tokens",
     "gated_low_rank",
+    "int4_attention",
     "int4_linear",
     "int8_linear",
     "linear_attention",
@@ -43,6 +44,7 @@ __all__ = [
     "pack_tiles",
     "packed_experts",
     "paged_attention",
+    "quantize_kv",
     "quantize_rows",
     "quantize_weight",
     "rms_norm",
@@ -61,7 +63,7 @@ __all__ = [
 ]
 
 _LARGEST_BLOCK = 256
-"""Tokens of a block whose score is computed in C++ (`kStepKeys`)."""
+"""Tokens of a block whose score is computed in C++ (`kStepKeys`), or that may be in 4 bits (`kDirectKeys`)."""
 _ENCODER_BLOCK = 64
 """Tokens of a block in the cache of `attention`."""
 _PAIRS_AT_ONCE = 2048
@@ -83,6 +85,33 @@ def rotary_write_kv(
     query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
     out: Tensor = _operations.rotary_write_kv(query, key, value, cos_sin, cache, slots)
+    return out
+
+
+def quantize_kv(recent: Tensor, cache: Tensor, recent_slots: Tensor, slots: Tensor) -> None:
+    _operations.quantize_kv(recent, cache, recent_slots, slots)
+
+
+def int4_attention(
+    query: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
+    scale: float,
+    recent: Tensor,
+    recent_slots: Tensor,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    biases: Tensor | None = None,
+) -> Tensor:
+    batch = query, cache, block_tables, sequence_lengths, query_starts, scale, recent, recent_slots
+    if cache.shape[3] > _LARGEST_BLOCK:
+        return int4_kv.int4_attention(*batch, window=window, softcap=softcap, sinks=sinks, slopes=slopes, biases=biases)
+    out: Tensor = _operations.int4_attention(*batch, window, softcap, sinks, slopes, biases)
     return out
 
 
@@ -121,9 +150,15 @@ def select_tokens(
 
 
 def sparse_attention(
-    query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, sinks: Tensor | None = None
+    query: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+    logs: Tensor | None = None,
 ) -> Tensor:
-    out: Tensor = _operations.sparse_attention(query, cache, slots, counts, scale, sinks)
+    out: Tensor = _operations.sparse_attention(query, cache, slots, counts, scale, sinks, logs)
     return out
 
 
@@ -407,9 +442,10 @@ def paged_attention(
     slopes: Tensor | None = None,
     biases: Tensor | None = None,
     ends: Tensor | None = None,
+    logs: Tensor | None = None,
 ) -> Tensor:
     batch = query, cache, block_tables, sequence_lengths, query_starts
-    out: Tensor = _operations.paged_attention(*batch, scale, window, softcap, sinks, slopes, biases, ends)
+    out: Tensor = _operations.paged_attention(*batch, scale, window, softcap, sinks, slopes, biases, ends, logs)
     return out
 
 

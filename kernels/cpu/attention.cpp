@@ -14,17 +14,22 @@
 // change scores before the softmax (`adjust`). A sink is a key without a value, which a tile's first item counts in
 // advance.
 //
+// With keys and values in 4 bits (int4_kv.h), an item is a range of whole blocks, before that of the tile's last query.
+// A tile's last item then has the blocks of its queries, from the recent ones.
+//
 // Scores are exponents of 2: they are multiplied by `scale · log2 e`.
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <numeric>
 #include <optional>
 #include <utility>
 
+#include "int4_kv.h"
 #include "packed_kv.h"
 
 namespace quire {
@@ -54,6 +59,13 @@ struct Item {
   int64_t tile, split, begin, end;  // keys
 };
 
+// Pages of keys and values in 4 bits. `Problem::cache` has the recent blocks.
+struct Int4Pages {
+  View cache;
+  Int4Layout layout;
+  const int64_t* recent_slots;  // of each query's own token
+};
+
 struct Problem {
   View query, cache, tables, output;
   const int64_t* lengths;
@@ -64,6 +76,7 @@ struct Problem {
   int64_t sinks_stride;         // from one token's sinks to the next one's; 0: they are the same
   std::optional<View> biases;   // see `reference.paged_attention`
   const int64_t* ends;          // likewise, or null
+  float* logs;                  // likewise, or null
   bool has_slots;  // `tables` has the slot of each key, instead of the blocks
   Places places;
   int64_t group, head_dim, padded;  // `padded`: head_dim rounded up to whole vectors
@@ -71,6 +84,7 @@ struct Problem {
   std::vector<Tile> tiles;
   std::vector<Item> items;
   std::unique_ptr<float[]> partials;
+  std::optional<Int4Pages> pages = std::nullopt;
 
   int64_t rows(const Tile& tile) const { return tile.queries * group; }
   int64_t partial_size(const Tile& tile) const { return rows(tile) * (padded + 2); }
@@ -98,7 +112,7 @@ struct Row {
   Floats weight;  // per lane
   float largest, slope;
   int64_t position;    // of its query
-  int64_t end;         // of the keys that its query attends to
+  int64_t begin, end;  // of the keys that its query attends to
   const void* biases;  // of its query and head, or null
 };
 
@@ -230,7 +244,7 @@ float softmax(const Problem& p, int64_t first, int64_t count, int64_t columns, R
   const bool is_adjusted = p.cap > 0.0f || p.slopes || p.biases;
   if (is_adjusted) adjust(p, row, first, columns, scores);
   const float unit = is_adjusted ? 1.0f : p.unit;
-  const int64_t begin = p.begin(row.position) - first, end = std::min(count, row.end - first);
+  const int64_t begin = row.begin - first, end = std::min(count, row.end - first);
   if (begin > 0 || end < columns * kLanes) mask(begin, end, columns, scores);
   Floats top = broadcast(kLowest);
   for (int64_t i = 0; i < columns; ++i) top = max(load(scores + i * kLanes), top);
@@ -277,9 +291,14 @@ void load_queries(const Problem& p, const Tile& tile, float* to) {
   });
 }
 
+// `weight`: of all keys, of which the one with the largest score has 1.
 template <typename T>
-void store_row(const Problem& p, const Tile& tile, int64_t query, int64_t head, const float* sums, float factor) {
-  T* to = p.output.data<T>() + ((p.token(tile) + query) * p.output.size(1) + head) * p.head_dim;
+void store_row(const Problem& p, const Tile& tile, int64_t query, int64_t head, const float* sums, float largest,
+               float weight) {
+  const int64_t row = (p.token(tile) + query) * p.output.size(1) + head;
+  const float factor = p.logs && weight == 0.0f ? 0.0f : 1.0f / weight;
+  if (p.logs) p.logs[row] = (largest + std::log2(weight)) / kLog2E;
+  T* to = p.output.data<T>() + row * p.head_dim;
   for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + d, load(sums + d) * factor, n); });
 }
 
@@ -373,7 +392,7 @@ void attend_gathered(const Problem& p, Scratch& scratch, const KeyRange& range, 
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, words = p.head_dim / Form::kPerWord;
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t first = block * rows / blocks, few = (block + 1) * rows / blocks - first;
-    const int64_t begin = std::max<int64_t>(0, p.begin(scratch.rows[first].position) - range.first) / kLanes * kLanes;
+    const int64_t begin = std::max<int64_t>(0, scratch.rows[first].begin - range.first) / kLanes * kLanes;
     const int64_t end = std::min(range.count, scratch.rows[first + few - 1].end - range.first);
     if (end <= begin) continue;
     const int64_t columns = vectors(end - begin), depth = (end - begin + Form::kPerWord - 1) / Form::kPerWord;
@@ -396,18 +415,200 @@ void for_form(const Problem& p, Body&& body) {
   for_kv_type(p.cache.scalar_type(), [&]<typename C>() {
 #ifdef __AVX512BF16__
     if constexpr (std::is_same_v<C, BFloat16>) {
-      if (p.head_dim % 2 == 0) return body.template operator()<Pairs, C>();
+      if (p.head_dim % 2 == 0 && !p.pages) return body.template operator()<Pairs, C>();
     }
 #endif
     body.template operator()<Numbers, C>();
   });
 }
 
-// `following`: the next item of this thread, if any.
-void attend(Problem& p, const Item& item, const Item* following, Scratch& scratch) {
+// Computes R rows' scores of a block's keys; `scaled` has room for R queries.
+template <int R>
+void score_block(const float* queries, const Int4Layout& layout, const Int4Block& block, float* scaled, float* scores) {
+  constexpr int kMost = kRegisters == 32 ? 8 : 4;
+  const int64_t size = layout.head_dim, half = layout.key_bytes;
+  if constexpr (R > kMost) {
+    score_block<kMost>(queries, layout, block, scaled, scores);
+    score_block<R - kMost>(queries + kMost * size, layout, block, scaled, scores + kMost * kDirectKeys);
+  } else {
+    constexpr int kChains = R <= 4 ? 2 : 1;  // independent sums
+    Floats offsets[R] = {};
+    for_vectors(size, [&](int64_t d, auto n) {
+      const Floats scale = load(block.key_scales + d, n), offset = load(block.key_scales + size + d, n);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Floats query = load(queries + r * size + d, n);
+        store(scaled + r * size + d, query * scale, n);
+        offsets[r] += query * offset;
+      }
+    });
+    float offset[R];
+    for (int r = 0; r < R; ++r) offset[r] = sum(offsets[r]);
+    if (half < kLanes) {
+      Floats sums[kChains][R] = {};
+      for (int64_t d = 0; d < size; d += kChains) {
+#pragma GCC unroll 2
+        for (int c = 0; c < kChains; ++c) {
+          const Floats keys = load_codes(block.keys + (d + c) * half);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) sums[c][r] += keys * scaled[r * size + d + c];
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        store(scores + r * kDirectKeys, (kChains == 1 ? sums[0][r] : sums[0][r] + sums[kChains - 1][r]) + offset[r]);
+      }
+      return;
+    }
+    for (int64_t i = 0; i < half; i += kLanes) {
+      Floats low[R] = {}, high[R] = {};
+      for (int64_t d = 0; d < size; ++d) {
+        const CodePair keys(block.keys + d * half + i, AllLanes());
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          low[r] += keys.low * scaled[r * size + d];
+          high[r] += keys.high * scaled[r * size + d];
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        store(scores + r * kDirectKeys + i, low[r] + offset[r]);
+        store(scores + r * kDirectKeys + half + i, high[r] + offset[r]);
+      }
+    }
+  }
+}
+
+// `sums = sums · factors + scores values + offsets`: R rows, N vectors of columns from `d` on, and as many half a head
+// further.
+template <int R, int N>
+void mix_codes(const Int4Layout& layout, const Int4Block* blocks, int64_t count, const float* scores, int64_t d,
+               float* sums, int64_t stride, const float* factors, const float* offsets) {
+  const int64_t half = layout.head_dim / 2;
+  Floats low[R][N], high[R][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const float* at = sums + r * stride + d + n * kLanes;
+      low[r][n] = load(at) * factors[r] + offsets[r], high[r][n] = load(at + half) * factors[r] + offsets[r];
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t key = 0; key < layout.block_size; ++key, ++scores) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const CodePair values(blocks[i].values + key * half + d + n * kLanes, AllLanes());
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          low[r][n] += values.low * scores[r * kDirectKeys];
+          high[r][n] += values.high * scores[r * kDirectKeys];
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      float* at = sums + r * stride + d + n * kLanes;
+      store(at, low[r][n]), store(at + half, high[r][n]);
+    }
+  }
+}
+
+// The same for all columns.
+template <int R>
+void mix_blocks(const Int4Layout& layout, const Int4Block* blocks, int64_t count, const float* scores, float* sums,
+                int64_t stride, const float* factors, const float* offsets) {
+  constexpr int kMost = kRegisters == 32 ? 8 : 6;
+  if constexpr (R > kMost) {
+    mix_blocks<4>(layout, blocks, count, scores, sums, stride, factors, offsets);
+    mix_blocks<R - 4>(layout, blocks, count, scores + 4 * kDirectKeys, sums + 4 * stride, stride, factors + 4,
+                      offsets + 4);
+  } else {
+    constexpr int N = R * 8 <= kMost * 3 ? 4 : R * 4 <= kMost * 3 ? 2 : 1;  // sums leave registers for a row
+    int64_t d = 0;
+    for (; d + N * kLanes <= layout.head_dim / 2; d += N * kLanes) {
+      mix_codes<R, N>(layout, blocks, count, scores, d, sums, stride, factors, offsets);
+    }
+    for (; d < layout.head_dim / 2; d += kLanes) {
+      mix_codes<R, 1>(layout, blocks, count, scores, d, sums, stride, factors, offsets);
+    }
+  }
+}
+
+// Computes all R rows of a tile directly from blocks of codes.
+template <int R>
+void attend_codes(const Problem& p, Scratch& scratch, const KeyRange& range, const Int4Block* blocks) {
+  const Int4Layout& layout = p.pages->layout;
+  const int64_t size = layout.block_size, count = range.count / size, columns = vectors(range.count);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t at = 0; i + 1 < count && at < layout.to_values; at += 64) {
+      __builtin_prefetch(blocks[i + 1].keys + at, 0, 2);
+    }
+    score_block<R>(scratch.queries, layout, blocks[i], scratch.keys, scratch.scores + i * size);
+    for (int64_t at = 0; at < layout.bytes - layout.to_values; at += 64) __builtin_prefetch(blocks[i].values + at, 0, 2);
+  }
+  float factors[R], offsets[R];
+  for (int r = 0; r < R; ++r) {
+    float* scores = scratch.scores + r * kDirectKeys;
+    factors[r] = softmax(p, range.first, range.count, columns, scratch.rows[r], scores);
+    Floats offset = {};
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t key = 0; key < size; key += kLanes) {
+        const Floats weights = load(scores + i * size + key);
+        offset += weights * load(blocks[i].value_scales + size + key);
+        store(scores + i * size + key, weights * load(blocks[i].value_scales + key));
+      }
+    }
+    offsets[r] = sum(offset);
+  }
+  mix_blocks<R>(layout, blocks, count, scratch.scores, scratch.sums, p.padded, factors, offsets);
+}
+
+template <int... R>
+constexpr auto direct_codes(std::integer_sequence<int, R...>) {
+  return std::array{attend_codes<R + 1>...};
+}
+
+// As `gather`, of blocks of codes.
+void gather_codes(const Problem& p, const Int4Block* blocks, int64_t count, Scratch& scratch) {
+  const Int4Layout& layout = p.pages->layout;
+  const int64_t size = layout.head_dim, half = layout.key_bytes, value_bytes = size / 2;
+  std::vector<float> of_keys(2 * size), of_values(2 * layout.block_size);
+  const auto widen = [](const Half* from, std::vector<float>& to) {
+    for_vectors(to.size(), [&](int64_t i, auto n) { store(to.data() + i, load(from + i, n), n); });
+  };
+  float *keys = scratch.keys, *values = scratch.values;
+  for (const Int4Block* block = blocks; block < blocks + count; ++block, keys += layout.block_size) {
+    widen(block->key_scales, of_keys);
+    widen(block->value_scales, of_values);
+    for (int64_t d = 0; d < size; ++d) {
+      const float scale = of_keys[d], offset = of_keys[size + d];
+      if (2 * half == kLanes) {
+        store(keys + d * p.keys, load_codes(block->keys + d * half) * scale + offset);
+        continue;
+      }
+      for_vectors(half, [&](int64_t i, auto n) {
+        const CodePair codes(block->keys + d * half + i, n);
+        store(keys + d * p.keys + i, codes.low * scale + offset, n);
+        store(keys + d * p.keys + half + i, codes.high * scale + offset, n);
+      });
+    }
+    for (int64_t key = 0; key < layout.block_size; ++key, values += p.padded) {
+      const float scale = of_values[key], offset = of_values[layout.block_size + key];
+      for_vectors(value_bytes, [&](int64_t i, auto n) {
+        const CodePair codes(block->values + key * value_bytes + i, n);
+        store(values + i, codes.low * scale + offset, n);
+        store(values + value_bytes + i, codes.high * scale + offset, n);
+      });
+    }
+  }
+}
+
+// Prepares the rows of an item's tile, before its first keys.
+void start(const Problem& p, const Item& item, Scratch& scratch) {
   const Tile& tile = p.tiles[item.tile];
   const int64_t rows = p.rows(tile);
-  const bool is_direct = rows <= kDirectRows && p.head_dim % kLanes == 0;
   scratch.fit(std::max(rows, kTileRows), p.keys, p.head_dim, p.padded);
   for_type(p.query.scalar_type(), [&]<typename T>() { load_queries<T>(p, tile, scratch.queries); });
   for_form(p, [&]<typename Form, typename>() { Form::pack(scratch.queries, rows * p.head_dim, scratch.queries); });
@@ -415,16 +616,25 @@ void attend(Problem& p, const Item& item, const Item* following, Scratch& scratc
   const bool has_sink = p.sinks && item.split == 0;
   p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
     const int64_t token = p.token(tile) + query;
+    const int64_t position = p.position(tile) + query;
     Row& to = scratch.rows[row] = {Floats{has_sink ? 1.0f : 0.0f}, kLowest, p.slopes ? p.slopes[head] : 0.0f,
-                                   p.position(tile) + query, p.end(tile, query), nullptr};
+                                   position, p.begin(position), p.end(tile, query), nullptr};
     if (has_sink) to.largest = std::max(p.sinks[token * p.sinks_stride + head] * kLog2E, kLowest);
     if (p.biases) {
       const int64_t offset = token * p.biases->stride(0) + head * p.biases->stride(1);
       to.biases = p.biases->data<const char>() + offset * p.biases->element_size();
     }
   });
+}
+
+// Attends to the rows of the cache. `following`: the next item of this thread, if any.
+void attend_rows(Problem& p, const Item& item, const Item* following, Scratch& scratch) {
+  const Tile& tile = p.tiles[item.tile];
+  const int64_t rows = p.rows(tile);
+  const bool is_direct = rows <= kDirectRows && p.head_dim % kLanes == 0;
   KeyRange range(p);
-  const int64_t keys = item.end - item.begin, most = is_direct ? kDirectKeys : p.keys, steps = (keys + most - 1) / most;
+  const int64_t keys = item.end - item.begin, most = is_direct ? kDirectKeys : p.keys;
+  const int64_t steps = std::max<int64_t>(1, (keys + most - 1) / most);  // there may be no keys
   const int64_t step = is_direct ? vectors((keys + steps - 1) / steps) * kLanes : p.keys;
   find_rows(p, tile, item.begin, std::min(step, keys), range.rows);
   for (int64_t key = item.begin; key < item.end; key += step, std::swap(range.rows, range.next)) {
@@ -444,10 +654,73 @@ void attend(Problem& p, const Item& item, const Item* following, Scratch& scratc
       }
     });
   }
+}
+
+// Attends to blocks in 4 bits and, with a tile's last item, to the queries' own blocks.
+void attend_blocks(Problem& p, const Item& item, Scratch& scratch) {
+  const Int4Layout& layout = p.pages->layout;
+  const View& pages = p.pages->cache;
+  const Tile& tile = p.tiles[item.tile];
+  const int64_t rows = p.rows(tile), size = layout.block_size;
+  const int64_t* table = p.tables.data<const int64_t>() + tile.request * p.tables.stride(0);
+  const uint8_t* head = pages.data<const uint8_t>() + tile.head * pages.stride(2);
+  const bool is_direct = rows <= kDirectRows && p.head_dim % (2 * kLanes) == 0 &&
+                         (size == kLanes || layout.key_bytes % kLanes == 0);
+  const int64_t most = is_direct ? kDirectKeys : p.keys, step = most / size * size;
+  KeyRange range(p);
+  Int4Block blocks[kDirectKeys / 2];
+  for (int64_t row = 0; row < rows; ++row) scratch.rows[row].end = scratch.rows[row].position / size * size;
+  for (int64_t key = item.begin; key < item.end; key += step) {
+    range.first = key, range.count = std::min(step, item.end - key);
+    const int64_t count = range.count / size;
+    for (int64_t i = 0; i < count; ++i) blocks[i] = Int4Block(head + table[key / size + i] * pages.stride(1), layout);
+    if (is_direct) {
+      static constexpr auto kDirect = direct_codes(std::make_integer_sequence<int, kDirectRows>());
+      kDirect[rows - 1](p, scratch, range, blocks);
+    } else {
+      gather_codes(p, blocks, count, scratch);
+      attend_gathered<Numbers>(p, scratch, range, rows);
+    }
+  }
+  if (item.split + 1 < tile.splits) return;
+  for (int64_t row = 0; row < rows; ++row) {
+    Row& own = scratch.rows[row];
+    own.begin = std::max(own.begin, own.end), own.end = own.position + 1;
+  }
+  const int64_t position = p.position(tile), end = position + tile.queries, bytes = p.cache.element_size();
+  const char* recent = p.cache.data<const char>() + tile.head * p.cache.stride(2) * bytes;
+  range.num_next = 0;
+  for (int64_t key = position / size * size; key < end; key += most) {
+    range.first = key, range.count = std::min(most, end - key);
+    for (int64_t i = 0; i < range.count; ++i) {
+      const int64_t query = std::max<int64_t>(0, (key + i) / size * size - position);  // the first one of the block
+      const int64_t block = std::max<int64_t>(0, p.pages->recent_slots[p.token(tile) + query]) / size;
+      range.rows[i] = p.places.row(recent + block * p.cache.stride(1) * bytes, (key + i) % size);
+    }
+    for_form(p, [&]<typename Form, typename C>() {
+      if (is_direct) {
+        static constexpr auto kDirect = direct<Form, C>(std::make_integer_sequence<int, kDirectRows>());
+        kDirect[rows - 1](p, scratch, range);
+      } else {
+        gather<Form, C>(p, range, scratch.keys, scratch.values);
+        attend_gathered<Form>(p, scratch, range, rows);
+      }
+    });
+  }
+}
+
+// `following`: as of `attend_rows`.
+void attend(Problem& p, const Item& item, const Item* following, Scratch& scratch) {
+  const Tile& tile = p.tiles[item.tile];
+  const int64_t rows = p.rows(tile);
+  start(p, item, scratch);
+  if (p.pages) attend_blocks(p, item, scratch);
+  else attend_rows(p, item, following, scratch);
   if (tile.splits == 1) {
     for_type(p.query.scalar_type(), [&]<typename T>() {
       p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
-        store_row<T>(p, tile, query, head, scratch.sums + row * p.padded, 1.0f / sum(scratch.rows[row].weight));
+        const Row& of = scratch.rows[row];
+        store_row<T>(p, tile, query, head, scratch.sums + row * p.padded, of.largest, sum(of.weight));
       });
     });
     return;
@@ -478,7 +751,7 @@ void merge(Problem& p, const Tile& tile) {
         store(sums + d, split ? load(sums + d) + x : x);
       }
     }
-    store_row<T>(p, tile, query, head, sums, 1.0f / weight);
+    store_row<T>(p, tile, query, head, sums, largest, weight);
   });
 }
 
@@ -493,10 +766,15 @@ int64_t plan(Problem& p, int64_t begin_request, int64_t end_request, int64_t kv_
     for (int64_t first = (count - 1) / width * width; first >= 0; first -= width) {
       for (int64_t head = 0; head < kv_heads; ++head) {
         Tile tile{request, head, first, std::min(width, count - first), 1, partials};
-        const int64_t begin = p.begin(p.position(tile)), end = p.end(tile, tile.queries - 1), rows = p.rows(tile);
-        const int64_t length = std::max(rows <= kFewRows || count == 1 ? kSplitFewRows : kSplitManyRows,
-                                        (end - begin) * tiles / kPlenty);
-        tile.splits = (end - begin + length - 1) / length;
+        int64_t begin = p.begin(p.position(tile)), end = p.end(tile, tile.queries - 1), rows = p.rows(tile);
+        int64_t length = std::max(rows <= kFewRows || count == 1 ? kSplitFewRows : kSplitManyRows,
+                                  (end - begin) * tiles / kPlenty);
+        if (p.pages) {  // whole blocks, before that of the last query
+          const int64_t size = p.pages->layout.block_size;
+          end = (end - 1) / size * size, begin = std::min(begin / size * size, end);
+          length = (length + size - 1) / size * size;
+        }
+        tile.splits = std::max<int64_t>(1, (end - begin + length - 1) / length);
         if (tile.splits > 1) partials += tile.splits * p.partial_size(tile);
         work += rows * (end - begin) * p.head_dim;
         const int64_t number = static_cast<int64_t>(p.tiles.size());
@@ -517,6 +795,7 @@ void compute(Problem& p, int64_t first, int64_t last) {
   for_form(p, [&]<typename Form, typename>() {
     p.keys = std::clamp(kPackedKvWords / (2 * p.padded / Form::kPerWord) / kLanes * kLanes, kLeastKeys, kMostKeys);
   });
+  if (p.pages) p.keys = std::max(p.keys, vectors(p.pages->layout.block_size) * kLanes);
   const int64_t work = plan(p, first, last, p.cache.size(2));
   const int64_t threads =
       std::min<int64_t>({num_threads(), 1 + work / kThreadWork, static_cast<int64_t>(p.items.size())});
@@ -538,10 +817,18 @@ void compute(Problem& p, int64_t first, int64_t last) {
   });
 }
 
-Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& block_tables,
-                       const Tensor& sequence_lengths, const Tensor& query_starts, double scale, int64_t window,
-                       double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& slopes,
-                       const std::optional<Tensor>& biases, const std::optional<Tensor>& ends) {
+void check_logs(const std::optional<Tensor>& logs, int64_t tokens, int64_t heads) {
+  STD_TORCH_CHECK(!logs || (logs->numel() == tokens * heads && logs->is_contiguous() &&
+                            logs->scalar_type() == ScalarType::Float),
+                  "logs must be float32 [tokens, heads]");
+}
+
+Tensor attend_all(const Tensor& query, const Tensor& cache, const Tensor& block_tables,
+                  const Tensor& sequence_lengths, const Tensor& query_starts, double scale, int64_t window,
+                  double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& slopes,
+                  const std::optional<Tensor>& biases, const std::optional<Tensor>& ends,
+                  std::optional<Tensor> logs,
+                  const std::optional<Int4Pages>& pages) {
   const int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2), kv_heads = cache.size(2);
   STD_TORCH_CHECK(heads % kv_heads == 0 && block_tables.stride(1) == 1);
   STD_TORCH_CHECK(!slopes || (slopes->numel() == heads && slopes->is_contiguous()), "slopes must be [heads]");
@@ -552,6 +839,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& b
                               biases->stride(2) == 1 && biases->scalar_type() == query.scalar_type()),
                   "biases must be [tokens, heads, keys], of the type of the query");
   STD_TORCH_CHECK(!ends || (ends->numel() == tokens && ends->is_contiguous()), "ends must be [tokens]");
+  STD_TORCH_CHECK(!logs || ends, "logs need ends");
+  check_logs(logs, tokens, heads);
   const Tensor rows = query.stride(2) == 1 ? query : as_contiguous(query);
   const Tensor lengths = as_contiguous(sequence_lengths), starts = as_contiguous(query_starts);
   Tensor out = empty(query.sizes(), query.scalar_type());
@@ -569,6 +858,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& b
             has_own_sinks ? heads : 0,
             biases ? std::optional(View(*biases)) : std::nullopt,
             ends ? ends->const_data_ptr<int64_t>() : nullptr,
+            logs ? logs->mutable_data_ptr<float>() : nullptr,
             false,
             Places(cache, head_dim),
             heads / kv_heads,
@@ -577,17 +867,43 @@ Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& b
             0,
             {},
             {},
-            nullptr};
+            nullptr,
+            pages};
   compute(p, 0, lengths.size(0));
   return out;
 }
 
+Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& block_tables,
+                       const Tensor& sequence_lengths, const Tensor& query_starts, double scale, int64_t window,
+                       double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& slopes,
+                       const std::optional<Tensor>& biases, const std::optional<Tensor>& ends,
+                       std::optional<Tensor> logs) {
+  return attend_all(query, cache, block_tables, sequence_lengths, query_starts, scale, window, softcap, sinks, slopes,
+                    biases, ends, logs, std::nullopt);
+}
+
+// See `quire.kernels.int4_kv`.
+Tensor int4_attention(const Tensor& query, const Tensor& cache, const Tensor& block_tables,
+                      const Tensor& sequence_lengths, const Tensor& query_starts, double scale, const Tensor& recent,
+                      const Tensor& recent_slots, int64_t window, double softcap, const std::optional<Tensor>& sinks,
+                      const std::optional<Tensor>& slopes, const std::optional<Tensor>& biases) {
+  const Int4Layout layout = Int4Layout::of(cache);
+  const Tensor own = as_contiguous(recent_slots);
+  STD_TORCH_CHECK(layout.head_dim == query.size(2) && layout.block_size == recent.size(3) &&
+                      layout.block_size <= kDirectKeys && cache.size(2) == recent.size(2) &&
+                      own.numel() == query.size(0),
+                  "the cache, the recent blocks and the queries do not match");
+  return attend_all(query, recent, block_tables, sequence_lengths, query_starts, scale, window, softcap, sinks, slopes,
+                    biases, std::nullopt, std::nullopt, Int4Pages{View(cache), layout, own.const_data_ptr<int64_t>()});
+}
+
 // See `reference.sparse_attention`.
 Tensor sparse_attention(const Tensor& query, const Tensor& cache, const Tensor& slots, const Tensor& counts,
-                        double scale, const std::optional<Tensor>& sinks) {
+                        double scale, const std::optional<Tensor>& sinks, std::optional<Tensor> logs) {
   const int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2), kv_heads = cache.size(2);
   STD_TORCH_CHECK(heads % kv_heads == 0 && slots.size(0) == tokens && slots.stride(1) == 1);
   STD_TORCH_CHECK(!sinks || (sinks->numel() == heads && sinks->is_contiguous()), "sinks must be [heads]");
+  check_logs(logs, tokens, heads);
   const Tensor rows = query.stride(2) == 1 ? query : as_contiguous(query), lengths = as_contiguous(counts);
   Tensor out = empty(query.sizes(), query.scalar_type());
   std::vector<int64_t> starts(tokens + 1);
@@ -610,6 +926,7 @@ Tensor sparse_attention(const Tensor& query, const Tensor& cache, const Tensor& 
               0,
               std::nullopt,
               nullptr,
+              logs ? logs->mutable_data_ptr<float>() : nullptr,
               true,
               Places(cache, head_dim),
               heads / kv_heads,
@@ -626,13 +943,20 @@ Tensor sparse_attention(const Tensor& query, const Tensor& cache, const Tensor& 
 
 }  // namespace
 
+QUIRE_OPERATION(
+    int4_attention,
+    "(Tensor query, Tensor cache, Tensor block_tables, Tensor sequence_lengths, Tensor query_starts, float scale, "
+    "Tensor recent, Tensor recent_slots, int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? slopes=None, "
+    "Tensor? biases=None) -> Tensor")
+
 QUIRE_OPERATION(sparse_attention,
-                "(Tensor query, Tensor cache, Tensor slots, Tensor counts, float scale, Tensor? sinks=None) -> Tensor")
+                "(Tensor query, Tensor cache, Tensor slots, Tensor counts, float scale, Tensor? sinks=None, "
+                "Tensor(a!)? logs=None) -> Tensor")
 
 QUIRE_OPERATION(
     paged_attention,
     "(Tensor query, Tensor cache, Tensor block_tables, Tensor sequence_lengths, Tensor query_starts, float scale, "
-    "int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? slopes=None, Tensor? biases=None, Tensor? ends=None) "
-    "-> Tensor")
+    "int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? slopes=None, Tensor? biases=None, Tensor? ends=None, "
+    "Tensor(a!)? logs=None) -> Tensor")
 
 }  // namespace quire

@@ -1,6 +1,7 @@
 // Operations that process one row at a time.
 
 #include "activation.h"
+#include "int4_kv.h"
 #include "kv_row.h"
 #include "vec.h"
 
@@ -220,6 +221,54 @@ Tensor rotary_write_kv(const Tensor& query, const Tensor& key, const std::option
   return out;
 }
 
+// Packs `rows` of 2 · half codes, with these distances, into rows of `half` bytes: see `quire.kernels.int4_kv`.
+void pack_codes(const uint8_t* codes, int64_t rows, int64_t half, int64_t row_step, int64_t step, uint8_t* to) {
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < half; ++i) {
+      const uint8_t* at = codes + row * row_step + i * step;
+      *to++ = static_cast<uint8_t>(at[0] | at[half * step] << 4);
+    }
+  }
+}
+
+// See `quire.kernels.int4_kv`.
+void quantize_kv(const Tensor& recent, Tensor cache, const Tensor& recent_slots, const Tensor& slots) {
+  const Int4Layout layout = Int4Layout::of(cache);
+  const int64_t size = layout.head_dim, block_size = layout.block_size, heads = cache.size(2);
+  STD_TORCH_CHECK(recent.size(0) == 2 && recent.size(2) == heads && recent.size(3) == block_size &&
+                      recent.size(4) == size && recent.stride(4) == 1 && recent.stride(3) == size,
+                  "the recent blocks do not have the shape of the cache");
+  const Tensor from = as_contiguous(recent_slots), to = as_contiguous(slots);
+  std::vector<std::pair<int64_t, int64_t>> blocks;
+  for (int64_t token = 0; token < to.size(0); ++token) {
+    const int64_t slot = to.const_data_ptr<int64_t>()[token];
+    if (slot >= 0 && slot % block_size == block_size - 1) {
+      blocks.emplace_back(from.const_data_ptr<int64_t>()[token] / block_size, slot / block_size);
+    }
+  }
+  uint8_t* const data = static_cast<uint8_t*>(cache.mutable_data_ptr());
+  for_type(recent.scalar_type(), [&]<typename T>() {
+    const T* numbers = recent.const_data_ptr<T>();
+    parallel_for(0, std::ssize(blocks) * heads, grain(2 * block_size * size), [&](int64_t begin, int64_t end) {
+      std::vector<float> wide(block_size * size);
+      std::vector<uint8_t> codes(block_size * size);
+      for (int64_t i = begin; i < end; ++i) {
+        const auto [source, target] = blocks[i / heads];
+        const int64_t head = i % heads;
+        uint8_t* at = data + target * cache.stride(1) + head * cache.stride(2);
+        for (int64_t side = 0; side < 2; ++side) {
+          const int64_t first = side * recent.stride(0) + source * recent.stride(1) + head * recent.stride(2);
+          widen(numbers + first, wide.data(), block_size * size);
+          Half* scales = reinterpret_cast<Half*>(at + (side ? layout.to_value_scales : layout.to_key_scales));
+          find_codes(wide.data(), block_size, size, side == 0, codes.data(), scales, scales + (side ? block_size : size));
+          if (side) pack_codes(codes.data(), block_size, size / 2, size, 1, at + layout.to_values);
+          else pack_codes(codes.data(), size, block_size / 2, 1, size, at);
+        }
+      }
+    });
+  });
+}
+
 }  // namespace
 
 Gated find_gated(std::string_view name) {
@@ -234,5 +283,6 @@ QUIRE_OPERATION(rms_norm, "(Tensor x, Tensor weight, float eps, float offset) ->
 QUIRE_OPERATION(add_rms_norm, "(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)")
 QUIRE_OPERATION(rotary_write_kv,
                 "(Tensor query, Tensor key, Tensor? value, Tensor rotations, Tensor(a!) cache, Tensor slots) -> Tensor")
+QUIRE_OPERATION(quantize_kv, "(Tensor recent, Tensor(a!) cache, Tensor recent_slots, Tensor slots) -> ()")
 
 }  // namespace quire

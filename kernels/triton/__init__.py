@@ -20,6 +20,7 @@ from quire.kernels.cache import FP8_CAPABILITY, LARGEST, SCALE_BYTES
 from quire.kernels.triton import attention as _attention
 from quire.kernels.triton import elementwise as _elementwise
 from quire.kernels.triton import selection as _selection
+from quire.kernels.triton.attention import int4_attention
 from quire.kernels.triton.coded import coded_fused_experts, coded_matmul
 from quire.kernels.triton.compression import compress_tokens
 from quire.kernels.triton.elementwise import (
@@ -33,6 +34,7 @@ from quire.kernels.triton.elementwise import (
 from quire.kernels.triton.experts import fused_experts
 from quire.kernels.triton.fp4 import fp4_fused_experts, fp4_matmul, round_fp4
 from quire.kernels.triton.hyper_connections import mhc_post, mhc_pre
+from quire.kernels.triton.int4_kv import quantize_kv
 from quire.kernels.triton.logits import penalize, score_tokens
 from quire.kernels.triton.low_rank import add_low_rank
 from quire.kernels.triton.recurrent import causal_conv, linear_attention, selective_scan, wkv
@@ -53,11 +55,13 @@ __all__ = [
     "fp4_fused_experts",
     "fp4_matmul",
     "fused_experts",
+    "int4_attention",
     "linear_attention",
     "mhc_post",
     "mhc_pre",
     "paged_attention",
     "penalize",
+    "quantize_kv",
     "rms_norm",
     "rms_norm_rounded",
     "rotary_write_kv",

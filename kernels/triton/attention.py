@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.cache import LARGEST
 from quire.kernels.triton import limits
+from quire.kernels.triton.int4_kv import as_halves, int4_keys, int4_numbers, int4_values
 
 _PARTS, _PART_KEYS, _PART_GROWTH = 32, 128, 8
 """A decode has at most _PARTS parts, each of at least max(_PART_KEYS, _PART_GROWTH * sqrt(keys)) keys."""
@@ -39,15 +40,63 @@ def _request_of(starts, requests, place, size: tl.constexpr):
 
 
 @triton.jit
-def _load(at, is_row, FROM: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load WIDTH features, starting with FROM, of the rows at `at`; zeros beyond HEAD_DIM and for MASKED rows."""
+def _load(at, is_row, FROM: tl.constexpr, WIDTH: tl.constexpr, END: tl.constexpr, MASKED: tl.constexpr):
+    """Load WIDTH features, starting with FROM, of the rows at `at`; zeros from END on and for MASKED rows."""
     column = FROM + tl.arange(0, WIDTH)
     if MASKED:
-        return tl.load(at[:, None] + column, mask=is_row[:, None] & (column < HEAD_DIM), other=0.0)
-    elif FROM + WIDTH > HEAD_DIM:
-        return tl.load(at[:, None] + column, mask=(column < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(at[:, None] + column, mask=is_row[:, None] & (column < END), other=0.0)
+    elif FROM + WIDTH > END:
+        return tl.load(at[:, None] + column, mask=(column < END)[None, :], other=0.0)
     else:
         return tl.load(at[:, None] + column)
+
+
+@triton.jit
+def _weigh(
+    scores,
+    greatest,
+    total,
+    place,
+    is_key,
+    positions,
+    ends,
+    is_row,
+    slope,
+    biases,
+    biases_at,
+    scale,
+    softcap,
+    window,
+    num_biases,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOPES: tl.constexpr,
+    BIASES: tl.constexpr,
+):
+    """A step of the online softmax, over the keys at `place`: their weights, the factor for what was summed before,
+    the largest score and the sum of weights. If MASKED, only `is_key` before `ends` are seen."""
+    scores *= scale
+    if SOFTCAP:  # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = softcap * (2.0 * tl.sigmoid(scores) - 1.0)
+    distance = place[None, :] - positions[:, None]
+    if SLOPES:
+        scores += slope[:, None] * distance.to(tl.float32)
+    if BIASES:
+        number = distance + (num_biases - 1)
+        has_bias = is_row[:, None] & (number >= 0) & (distance <= 0)
+        bias = tl.load(biases + biases_at[:, None] + number, mask=has_bias, other=0.0)
+        scores += bias.to(tl.float32) * 1.4426950408889634
+    if MASKED:
+        scores = tl.where((place[None, :] < ends[:, None]) & is_key[None, :], scores, float("-inf"))
+    if WINDOW:
+        scores = tl.where(distance > -window, scores, float("-inf"))
+    news = tl.maximum(greatest, tl.max(scores, axis=1))
+    base = news
+    if MASKED or WINDOW:
+        base = tl.where(news == float("-inf"), 0.0, news)  # no key seen yet
+    weights, keep = tl.exp2(scores - base[:, None]), tl.exp2(greatest - base)
+    return weights, keep, news, total * keep + tl.sum(weights, axis=1)
 
 
 @triton.jit
@@ -79,6 +128,7 @@ def _attend(
     SLOPES: tl.constexpr,
     BIASES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -91,16 +141,16 @@ def _attend(
 ):
     """Queries `[ROWS]` against the keys from `begin` to `end`: largest score, sum of weights, and weighted values.
 
-    Features are split into FIRST and REST (each a power of two; REST may be 0), so that no head size is padded to
-    nearly twice its size. Every query sees the keys before `seen_by_all`, unless a window hides them, so these need no
-    mask, and none sees keys beyond its own of `ends` `[ROWS]`. Scores are exponents of 2: `scale` and `softcap` include
-    that factor; with a cap, `scale` is multiplied by `2 / cap`.
+    Features are split into those before SPLIT and the others, padded to FIRST and REST (each a power of two; REST may
+    be 0), so that no head size is padded to nearly twice its size. Every query sees the keys before `seen_by_all`,
+    unless a window hides them, so these need no mask, and none sees keys beyond its own of `ends` `[ROWS]`. Scores are
+    exponents of 2: `scale` and `softcap` include that factor; with a cap, `scale` is multiplied by `2 / cap`.
     """
-    q_first, q_rest = _load(query + rows_at, is_row, 0, FIRST, HEAD_DIM, True), 0.0
+    q_first, q_rest = _load(query + rows_at, is_row, 0, FIRST, SPLIT, True), 0.0
     kind: tl.constexpr = q_first.dtype
     out_first, out_rest = tl.zeros([ROWS, FIRST], tl.float32), 0.0
     if REST:
-        q_rest = _load(query + rows_at, is_row, FIRST, REST, HEAD_DIM, True)
+        q_rest = _load(query + rows_at, is_row, SPLIT, REST, HEAD_DIM, True)
         out_rest = tl.zeros([ROWS, REST], tl.float32)
     slope = tl.zeros([ROWS], tl.float32)
     if SLOPES:
@@ -119,35 +169,36 @@ def _attend(
                 block = tl.load(table + place // BLOCK, mask=is_key, other=0).to(tl.int64)
                 offset = place % BLOCK
             at = cache + block * cache_block + offset * cache_row
-            k_first = _load(at, is_key, 0, FIRST, HEAD_DIM, MASKED).to(kind)
+            k_first = _load(at, is_key, 0, FIRST, SPLIT, MASKED).to(kind)
             scores, k_rest = tl.dot(q_first, tl.trans(k_first), input_precision=PRECISION), k_first
             if REST:
-                k_rest = _load(at, is_key, FIRST, REST, HEAD_DIM, MASKED).to(kind)
+                k_rest = _load(at, is_key, SPLIT, REST, HEAD_DIM, MASKED).to(kind)
                 scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
             if QUANTIZED:
                 scale_at = row_scales + block * (cache_block // 4) + BLOCK * HEAD_DIM // 4 + offset
                 scores *= tl.load(scale_at, mask=is_key, other=0.0)[None, :]
-            scores *= scale
-            if SOFTCAP:  # tanh(x) = 2 sigmoid(2 x) - 1
-                scores = softcap * (2.0 * tl.sigmoid(scores) - 1.0)
-            distance = place[None, :] - positions[:, None]
-            if SLOPES:
-                scores += slope[:, None] * distance.to(tl.float32)
-            if BIASES:
-                number = distance + (num_biases - 1)
-                has_bias = is_row[:, None] & (number >= 0) & (distance <= 0)
-                bias = tl.load(biases + biases_at[:, None] + number, mask=has_bias, other=0.0)
-                scores += bias.to(tl.float32) * 1.4426950408889634
-            if MASKED:
-                scores = tl.where((place[None, :] < ends[:, None]) & is_key[None, :], scores, float("-inf"))
-            if WINDOW:
-                scores = tl.where(distance > -window, scores, float("-inf"))
-            news = tl.maximum(greatest, tl.max(scores, axis=1))
-            base = news
-            if MASKED or WINDOW:
-                base = tl.where(news == float("-inf"), 0.0, news)  # no key seen yet
-            weights, keep = tl.exp2(scores - base[:, None]), tl.exp2(greatest - base)
-            total, greatest = total * keep + tl.sum(weights, axis=1), news
+            weights, keep, greatest, total = _weigh(
+                scores,
+                greatest,
+                total,
+                place,
+                is_key,
+                positions,
+                ends,
+                is_row,
+                slope,
+                biases,
+                biases_at,
+                scale,
+                softcap,
+                window,
+                num_biases,
+                MASKED,
+                WINDOW,
+                SOFTCAP,
+                SLOPES,
+                BIASES,
+            )
             if QUANTIZED:
                 of_value = tl.load(scale_at + cache_side // 4, mask=is_key, other=0.0)
                 if kind == tl.float16:
@@ -156,11 +207,11 @@ def _attend(
                 weights *= of_value[None, :]
             v_first, v_rest = k_first, k_rest
             if not ONE_SIDE:
-                v_first = _load(at + cache_side, is_key, 0, FIRST, HEAD_DIM, MASKED).to(kind)
+                v_first = _load(at + cache_side, is_key, 0, FIRST, SPLIT, MASKED).to(kind)
             out_first = tl.dot(weights.to(kind), v_first, out_first * keep[:, None], input_precision=PRECISION)
             if REST:
                 if not ONE_SIDE:
-                    v_rest = _load(at + cache_side, is_key, FIRST, REST, HEAD_DIM, MASKED).to(kind)
+                    v_rest = _load(at + cache_side, is_key, SPLIT, REST, HEAD_DIM, MASKED).to(kind)
                 out_rest = tl.dot(weights.to(kind), v_rest, out_rest * keep[:, None], input_precision=PRECISION)
     if QUANTIZED and kind == tl.float16:
         out_first, out_rest = out_first * unit, out_rest * unit
@@ -168,10 +219,158 @@ def _attend(
 
 
 @triton.jit
-def _store(at, values, is_row, FROM: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Store features, starting with FROM, of the rows at `at`."""
+def _attend_int4(
+    query,
+    cache,
+    halves,
+    recent,
+    recent_slots,
+    table,
+    slopes,
+    biases,
+    rows_at,
+    heads_at,
+    biases_at,
+    positions,
+    is_row,
+    begin,
+    end,
+    first,
+    stop,
+    scale,
+    softcap,
+    window,
+    num_biases,
+    cache_block,
+    recent_side,
+    recent_block,
+    recent_row,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOPES: tl.constexpr,
+    BIASES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    RECENT_KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As `_attend`, over 4-bit numbers: the blocks from `begin` to `end` that are before each query's own, and the
+    query's own block up to the query, which is among the recent ones.
+
+    The keys of a block are taken in the order of their bytes, two from each: those of a tile of bytes, and then those
+    half a block later. So `begin` and `end` are where a block begins, or tiles after that. The blocks before that of
+    position `first` are seen by all queries; `recent_slots` starts with that position's. `stop` is the position after
+    the last query, or 0: no recent block is read. Features are split into halves, padded to WIDTH.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    PAIRS: tl.constexpr = BLOCK // 2
+    q_first = _load(query + rows_at, is_row, 0, WIDTH, HALF, True)
+    q_rest = _load(query + rows_at, is_row, HALF, WIDTH, HEAD_DIM, True)
+    kind: tl.constexpr = q_first.dtype
+    out_first, out_rest = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
+    slope = tl.zeros([ROWS], tl.float32)
+    if SLOPES:
+        slope = tl.load(slopes + heads_at, mask=is_row, other=0.0) * 1.4426950408889634
+    greatest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    ends = positions // BLOCK * BLOCK
+    whole = begin + tl.maximum(tl.minimum(first // BLOCK * BLOCK, end) - begin, 0) // KEYS * KEYS
+    for MASKED in tl.static_range(2):
+        for start in range(whole if MASKED else begin, end if MASKED else whole, KEYS):
+            pair = start // 2 + tl.arange(0, KEYS // 2)
+            is_key = pair < end // 2
+            block, place = pair // PAIRS, pair % PAIRS
+            # Triton 3.9 does not compile copies of 16 bytes here. Bytes of small blocks are loaded one by one.
+            place = tl.max_contiguous(place, 8 if PAIRS % 8 == 0 else 1)
+            base = tl.load(table + block, mask=is_key, other=0).to(tl.int64) * cache_block
+            k_first = int4_keys(cache, halves, base, place, is_key, 0, WIDTH, HALF, HEAD_DIM, BLOCK)
+            k_rest = int4_keys(cache, halves, base, place, is_key, HALF, WIDTH, HEAD_DIM, HEAD_DIM, BLOCK)
+            for LATER in tl.static_range(2):
+                offset = place + LATER * PAIRS
+                scores = tl.dot(q_first, int4_numbers(k_first, LATER).to(kind), input_precision=PRECISION)
+                scores = tl.dot(q_rest, int4_numbers(k_rest, LATER).to(kind), scores, input_precision=PRECISION)
+                weights, keep, greatest, total = _weigh(
+                    scores,
+                    greatest,
+                    total,
+                    block * BLOCK + offset,
+                    is_key,
+                    positions,
+                    ends,
+                    is_row,
+                    slope,
+                    biases,
+                    biases_at,
+                    scale,
+                    softcap,
+                    window,
+                    num_biases,
+                    MASKED,
+                    WINDOW,
+                    SOFTCAP,
+                    SLOPES,
+                    BIASES,
+                )
+                values = int4_values(cache, halves, base, offset, is_key, WIDTH, HEAD_DIM, BLOCK)
+                v_first, v_rest = int4_numbers(values, 0).to(kind), int4_numbers(values, 1).to(kind)
+                weights = weights.to(kind)
+                out_first = tl.dot(weights, v_first, out_first * keep[:, None], input_precision=PRECISION)
+                out_rest = tl.dot(weights, v_rest, out_rest * keep[:, None], input_precision=PRECISION)
+    column = tl.arange(0, RECENT_KEYS)
+    for number in range(first // BLOCK, tl.cdiv(stop, BLOCK)):
+        place = number * BLOCK + column
+        is_key = (column < BLOCK) & (place < stop)
+        slot = tl.maximum(tl.load(recent_slots + tl.maximum(number * BLOCK - first, 0)), 0)
+        at = recent + slot // BLOCK * recent_block + column * recent_row
+        k_first = _load(at, is_key, 0, WIDTH, HALF, True).to(kind)
+        k_rest = _load(at, is_key, HALF, WIDTH, HEAD_DIM, True).to(kind)
+        scores = tl.dot(q_first, tl.trans(k_first), input_precision=PRECISION)
+        scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
+        weights, keep, greatest, total = _weigh(
+            scores,
+            greatest,
+            total,
+            place,
+            is_key,
+            positions,
+            tl.where(positions // BLOCK == number, positions + 1, 0),
+            is_row,
+            slope,
+            biases,
+            biases_at,
+            scale,
+            softcap,
+            window,
+            num_biases,
+            True,
+            WINDOW,
+            SOFTCAP,
+            SLOPES,
+            BIASES,
+        )
+        v_first = _load(at + recent_side, is_key, 0, WIDTH, HALF, True).to(kind)
+        v_rest = _load(at + recent_side, is_key, HALF, WIDTH, HEAD_DIM, True).to(kind)
+        weights = weights.to(kind)
+        out_first = tl.dot(weights, v_first, out_first * keep[:, None], input_precision=PRECISION)
+        out_rest = tl.dot(weights, v_rest, out_rest * keep[:, None], input_precision=PRECISION)
+    return greatest, total, out_first, out_rest
+
+
+@triton.jit
+def _store(at, values, is_row, FROM: tl.constexpr, WIDTH: tl.constexpr, END: tl.constexpr):
+    """Store the features from FROM to END of the rows at `at`."""
     column = FROM + tl.arange(0, WIDTH)
-    tl.store(at[:, None] + column, values.to(at.dtype.element_ty), mask=is_row[:, None] & (column < HEAD_DIM))
+    tl.store(at[:, None] + column, values.to(at.dtype.element_ty), mask=is_row[:, None] & (column < END))
+
+
+@triton.jit
+def _without_keys(greatest, total):
+    """The factor that normalizes the weighted values, 0 for rows without keys, and the logarithm of the sum of the
+    exponentials of scores."""
+    factor = tl.where(total > 0.0, 1.0 / total, 0.0)
+    return factor, (greatest + tl.log2(total)) / 1.4426950408889634
 
 
 @triton.jit
@@ -187,11 +386,13 @@ def _with_sink(greatest, total, sinks, sinks_at, is_row, SINKS: tl.constexpr):
         return 1.0 / total
 
 
-@triton.jit(do_not_specialize=["tables", "lengths", "starts", "requests", "table_row"])
+@triton.jit(do_not_specialize=["recent_slots", "tables", "lengths", "starts", "requests", "table_row"])
 def _prompts_kernel(
     query,
     cache,
     row_scales,
+    recent,
+    recent_slots,
     tables,
     lengths,
     starts,
@@ -200,6 +401,7 @@ def _prompts_kernel(
     biases,
     ends,
     out,
+    logs,
     requests,
     group,
     scale,
@@ -218,20 +420,28 @@ def _prompts_kernel(
     cache_block,
     cache_head,
     cache_row,
+    recent_side,
+    recent_block,
+    recent_head,
+    recent_row,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
     BIASES: tl.constexpr,
     ENDS: tl.constexpr,
+    LOGS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    RECENT_KEYS: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    INT4: tl.constexpr,
     ONE_SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -255,53 +465,99 @@ def _prompts_kernel(
         begin = 0
         if WINDOW:
             begin = tl.maximum(0, length - count + tile * QUERIES - window + 1)
-        own_ends, end = positions + 1, length - count + last
+        own_ends, end, seen_by_all = positions + 1, length - count + last, length - count + tile * QUERIES + 1
         if ENDS:
             own_ends = tl.load(ends + token, mask=is_row, other=0).to(tl.int32)
             end = tl.load(ends + start + last - 1).to(tl.int32)
-        greatest, total, out_first, out_rest = _attend(
-            query,
-            cache + kv_head.to(tl.int64) * cache_head,
-            row_scales + kv_head.to(tl.int64) * (cache_head // 4),
-            tables + request.to(tl.int64) * table_row,
-            slopes,
-            biases,
-            token * query_token + heads_at * query_head,
-            heads_at,
-            token * biases_token + heads_at * biases_head,
-            positions,
-            own_ends,
-            is_row,
-            begin,
-            length - count + tile * QUERIES + 1,
-            end,
-            scale,
-            softcap,
-            window,
-            num_biases,
-            cache_side,
-            cache_block,
-            cache_row,
-            WINDOW,
-            SOFTCAP,
-            SLOPES,
-            BIASES,
-            HEAD_DIM,
-            FIRST,
-            REST,
-            QUERIES * HEADS,
-            KEYS,
-            BLOCK,
-            QUANTIZED,
-            ONE_SIDE,
-            PRECISION,
-            False,
-        )
-        factor = _with_sink(greatest, total, sinks, token * sinks_token + heads_at, is_row, SINKS)
+            seen_by_all = tl.load(ends + start + tile * QUERIES).to(tl.int32)
+        if INT4:
+            greatest, total, out_first, out_rest = _attend_int4(
+                query,
+                cache + kv_head.to(tl.int64) * cache_head,
+                row_scales + kv_head.to(tl.int64) * (cache_head // 2),
+                recent + kv_head.to(tl.int64) * recent_head,
+                recent_slots + start + tile * QUERIES,
+                tables + request.to(tl.int64) * table_row,
+                slopes,
+                biases,
+                token * query_token + heads_at * query_head,
+                heads_at,
+                token * biases_token + heads_at * biases_head,
+                positions,
+                is_row,
+                begin // BLOCK * BLOCK,
+                (end - 1) // BLOCK * BLOCK,
+                length - count + tile * QUERIES,
+                end,
+                scale,
+                softcap,
+                window,
+                num_biases,
+                cache_block,
+                recent_side,
+                recent_block,
+                recent_row,
+                WINDOW,
+                SOFTCAP,
+                SLOPES,
+                BIASES,
+                HEAD_DIM,
+                FIRST,
+                QUERIES * HEADS,
+                KEYS,
+                RECENT_KEYS,
+                BLOCK,
+                PRECISION,
+            )
+        else:
+            greatest, total, out_first, out_rest = _attend(
+                query,
+                cache + kv_head.to(tl.int64) * cache_head,
+                row_scales + kv_head.to(tl.int64) * (cache_head // 4),
+                tables + request.to(tl.int64) * table_row,
+                slopes,
+                biases,
+                token * query_token + heads_at * query_head,
+                heads_at,
+                token * biases_token + heads_at * biases_head,
+                positions,
+                own_ends,
+                is_row,
+                begin,
+                seen_by_all,
+                end,
+                scale,
+                softcap,
+                window,
+                num_biases,
+                cache_side,
+                cache_block,
+                cache_row,
+                WINDOW,
+                SOFTCAP,
+                SLOPES,
+                BIASES,
+                HEAD_DIM,
+                SPLIT,
+                FIRST,
+                REST,
+                QUERIES * HEADS,
+                KEYS,
+                BLOCK,
+                QUANTIZED,
+                ONE_SIDE,
+                PRECISION,
+                False,
+            )
+        if LOGS:
+            factor, log = _without_keys(greatest, total)
+            tl.store(logs + token * (tl.num_programs(1) * group) + heads_at, log, is_row)
+        else:
+            factor = _with_sink(greatest, total, sinks, token * sinks_token + heads_at, is_row, SINKS)
         to = out + token * out_token + heads_at * out_head
-        _store(to, out_first * factor[:, None], is_row, 0, FIRST, HEAD_DIM)
+        _store(to, out_first * factor[:, None], is_row, 0, FIRST, SPLIT)
         if REST:
-            _store(to, out_rest * factor[:, None], is_row, FIRST, REST, HEAD_DIM)
+            _store(to, out_rest * factor[:, None], is_row, SPLIT, REST, HEAD_DIM)
 
 
 @triton.jit
@@ -318,11 +574,13 @@ def _most_parts(keys: int) -> int:
     return min(_PARTS, 1 + keys // _PART_KEYS, 2 + int(keys**0.5 / _PART_GROWTH))
 
 
-@triton.jit(do_not_specialize=["tables", "lengths", "starts", "room", "table_row"])
+@triton.jit(do_not_specialize=["recent_slots", "tables", "lengths", "starts", "room", "table_row"])
 def _decodes_kernel(
     query,
     cache,
     row_scales,
+    recent,
+    recent_slots,
     tables,
     lengths,
     starts,
@@ -346,11 +604,16 @@ def _decodes_kernel(
     cache_block,
     cache_head,
     cache_row,
+    recent_side,
+    recent_block,
+    recent_head,
+    recent_row,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SLOPES: tl.constexpr,
     BIASES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
     HEADS: tl.constexpr,
@@ -359,7 +622,9 @@ def _decodes_kernel(
     PART_KEYS: tl.constexpr,
     GROWTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    RECENT_KEYS: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    INT4: tl.constexpr,
     ONE_SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -382,50 +647,92 @@ def _decodes_kernel(
         is_row, heads_at = head < group, kv_head * group + head
         for part in range(tl.program_id(2), parts, tl.num_programs(2)):
             end = tl.minimum(begin + part * size + size, length)
-            greatest, total, out_first, out_rest = _attend(
-                query,
-                cache + kv_head.to(tl.int64) * cache_head,
-                row_scales + kv_head.to(tl.int64) * (cache_head // 4),
-                tables + request.to(tl.int64) * table_row,
-                slopes,
-                biases,
-                start * query_token + heads_at * query_head,
-                heads_at,
-                start * biases_token + heads_at * biases_head,
-                tl.zeros([HEADS], tl.int32) + length - 1,
-                tl.zeros([HEADS], tl.int32) + length,
-                is_row,
-                begin + part * size,
-                end,
-                end,
-                scale,
-                softcap,
-                window,
-                num_biases,
-                cache_side,
-                cache_block,
-                cache_row,
-                False,  # the single query sees all of these keys
-                SOFTCAP,
-                SLOPES,
-                BIASES,
-                HEAD_DIM,
-                FIRST,
-                REST,
-                HEADS,
-                KEYS,
-                BLOCK,
-                QUANTIZED,
-                ONE_SIDE,
-                PRECISION,
-                SLOTS,
-            )
+            if INT4:  # the last part has the query's own block
+                own, is_last = (length - 1) // BLOCK * BLOCK, part == parts - 1
+                greatest, total, out_first, out_rest = _attend_int4(
+                    query,
+                    cache + kv_head.to(tl.int64) * cache_head,
+                    row_scales + kv_head.to(tl.int64) * (cache_head // 2),
+                    recent + kv_head.to(tl.int64) * recent_head,
+                    recent_slots + start,
+                    tables + request.to(tl.int64) * table_row,
+                    slopes,
+                    biases,
+                    start * query_token + heads_at * query_head,
+                    heads_at,
+                    start * biases_token + heads_at * biases_head,
+                    tl.zeros([HEADS], tl.int32) + length - 1,
+                    is_row,
+                    begin // BLOCK * BLOCK + part * size,
+                    tl.where(is_last, own, tl.minimum(begin // BLOCK * BLOCK + part * size + size, own)),
+                    length - 1,
+                    tl.where(is_last, length, 0),
+                    scale,
+                    softcap,
+                    window,
+                    num_biases,
+                    cache_block,
+                    recent_side,
+                    recent_block,
+                    recent_row,
+                    WINDOW,
+                    SOFTCAP,
+                    SLOPES,
+                    BIASES,
+                    HEAD_DIM,
+                    FIRST,
+                    HEADS,
+                    KEYS,
+                    RECENT_KEYS,
+                    BLOCK,
+                    PRECISION,
+                )
+            else:
+                greatest, total, out_first, out_rest = _attend(
+                    query,
+                    cache + kv_head.to(tl.int64) * cache_head,
+                    row_scales + kv_head.to(tl.int64) * (cache_head // 4),
+                    tables + request.to(tl.int64) * table_row,
+                    slopes,
+                    biases,
+                    start * query_token + heads_at * query_head,
+                    heads_at,
+                    start * biases_token + heads_at * biases_head,
+                    tl.zeros([HEADS], tl.int32) + length - 1,
+                    tl.zeros([HEADS], tl.int32) + length,
+                    is_row,
+                    begin + part * size,
+                    end,
+                    end,
+                    scale,
+                    softcap,
+                    window,
+                    num_biases,
+                    cache_side,
+                    cache_block,
+                    cache_row,
+                    False,  # the single query sees all of these keys
+                    SOFTCAP,
+                    SLOPES,
+                    BIASES,
+                    HEAD_DIM,
+                    SPLIT,
+                    FIRST,
+                    REST,
+                    HEADS,
+                    KEYS,
+                    BLOCK,
+                    QUANTIZED,
+                    ONE_SIDE,
+                    PRECISION,
+                    SLOTS,
+                )
             at = (request.to(tl.int64) * heads + heads_at) * room + part
             tl.store(sums + 2 * at, greatest, is_row)
             tl.store(sums + 2 * at + 1, total, is_row)
-            _store(partial + at * HEAD_DIM, out_first, is_row, 0, FIRST, HEAD_DIM)
+            _store(partial + at * HEAD_DIM, out_first, is_row, 0, FIRST, SPLIT)
             if REST:
-                _store(partial + at * HEAD_DIM, out_rest, is_row, FIRST, REST, HEAD_DIM)
+                _store(partial + at * HEAD_DIM, out_rest, is_row, SPLIT, REST, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["lengths", "starts", "room"])
@@ -436,6 +743,7 @@ def _join_kernel(
     starts,
     sinks,
     out,
+    logs,
     heads,
     room,
     window,
@@ -445,6 +753,7 @@ def _join_kernel(
     out_head,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    LOGS: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
     PART_KEYS: tl.constexpr,
@@ -469,21 +778,28 @@ def _join_kernel(
         if SINKS:
             sink = tl.load(sinks + start * sinks_token + head) * 1.4426950408889634
             greatest = tl.maximum(greatest, sink)
-        keep = tl.exp2(maxima - greatest)
+        base = greatest
+        if LOGS:
+            base = tl.where(greatest == float("-inf"), 0.0, greatest)
+        keep = tl.exp2(maxima - base)
         total = tl.sum(totals * keep, axis=0)
         if SINKS:
             total += tl.exp2(sink - greatest)
         inside = is_part[:, None] & (column < head_dim)[None, :]
         values = tl.load(partial + (at * head_dim)[:, None] + column[None, :], mask=inside, other=0.0)
-        mixed = tl.sum(values * keep[:, None], axis=0) / total
+        mixed = tl.sum(values * keep[:, None], axis=0)
+        if LOGS:
+            factor, log = _without_keys(base, total)
+            mixed *= factor
+            tl.store(logs + start * heads + head, log)
+        else:
+            mixed /= total
         to = out + start * out_token + head * out_head
         tl.store(to + column, mixed.to(out.dtype.element_ty), column < head_dim)
 
 
-def _pieces(head_dim: int, *, in_one: bool = False) -> tuple[int, int]:
-    """Split `head_dim` into one or two powers of two of at least 16, with the least padding; one with `in_one`."""
-    if in_one:
-        return max(16, triton.next_power_of_2(head_dim)), 0
+def _pieces(head_dim: int) -> tuple[int, int]:
+    """Split `head_dim` into one or two powers of two of at least 16, with the least padding."""
     first = max(16, 1 << (head_dim.bit_length() - 1))
     rest = max(16, triton.next_power_of_2(head_dim - first)) if head_dim > first else 0
     return (2 * first, 0) if rest == first else (first, rest)
@@ -521,6 +837,45 @@ class _Terms(NamedTuple):
         return _Terms(sinks, slopes, biases, biases.shape[2], sinks_token, (biases.stride(0), biases.stride(1)))
 
 
+class _KVMemory(NamedTuple):
+    """Where keys and values are, and how the kernels read them."""
+
+    tensors: tuple[Tensor, ...]
+    """The cache, its scales, the recent blocks and the queries' slots in them, and the block tables or the keys' slots.
+    The query is a placeholder for those that are not read."""
+    strides: tuple[int, ...]
+    """Of the tables; of tensors, blocks, heads and rows in the cache, and in the recent blocks."""
+    options: dict[str, Any]
+
+    @staticmethod
+    def of(query: Tensor, cache: Tensor, tables: Tensor, recent: tuple[Tensor, Tensor] | None = None) -> _KVMemory:
+        head_dim, block_size, is_quantized = query.shape[2], cache.shape[3], cache.dtype in LARGEST
+        first, rest = _pieces(head_dim)
+        scales, split = cache[0].view(torch.float32) if is_quantized else query, first if rest else head_dim
+        if recent is not None:  # a byte has numbers of both halves of a head
+            scales, split = as_halves(cache), head_dim // 2
+            first = rest = max(16, triton.next_power_of_2(split))
+        others, row = (0,) * 4 if recent is None else recent[0].stride()[:4], cache.stride(3)
+        options = {
+            "HEAD_DIM": head_dim,
+            "SPLIT": split,
+            "FIRST": first,
+            "REST": rest,
+            "KEYS": _tile(head_dim, query.element_size(), limits.is_narrow(query.device))[1],
+            "BLOCK": block_size,
+            "RECENT_KEYS": max(16, triton.next_power_of_2(block_size)),
+            "QUANTIZED": is_quantized,
+            "INT4": recent is not None,
+            "ONE_SIDE": cache.stride(0) == 0,
+            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        }
+        return _KVMemory(
+            (cache, scales, *(recent or (query, query)), tables),
+            (tables.stride(0), *cache.stride()[:3], head_dim if is_quantized else row, *others),
+            options,
+        )
+
+
 def paged_attention(
     query: Tensor,
     cache: Tensor,
@@ -535,77 +890,74 @@ def paged_attention(
     slopes: Tensor | None = None,
     biases: Tensor | None = None,
     ends: Tensor | None = None,
+    logs: Tensor | None = None,
+    recent: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See `quire.kernels.reference`. Heads in a quantized cache must be a multiple of 4. Never waits for the device."""
+    """See `quire.kernels.reference`. Heads in a quantized cache must be a multiple of 4. Never waits for the device.
+
+    `recent` are the recent blocks beside a cache of 4-bit numbers, and the queries' slots there: see `int4_attention`.
+    """
     if query.stride(-1) != 1:
         query = query.contiguous()
     tokens, heads, head_dim = query.shape
     kv_heads, block_size = cache.shape[2:4]
-    requests, group, is_quantized = len(sequence_lengths), heads // kv_heads, cache.dtype in LARGEST
+    requests, group = len(sequence_lengths), heads // kv_heads
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
-    first, rest = _pieces(head_dim)
-    most_rows, keys = _tile(head_dim, query.element_size(), limits.is_narrow(query.device))
+    most_rows, _ = _tile(head_dim, query.element_size(), limits.is_narrow(query.device))
     of_heads = min(triton.next_power_of_2(group), most_rows)
-    terms = _Terms.of(query, sinks, slopes, biases)
-    memory = query, cache, cache[0].view(torch.float32) if is_quantized else query, block_tables
+    terms, memory = _Terms.of(query, sinks, slopes, biases), _KVMemory.of(query, cache, block_tables, recent)
     scores = (2.0 * scale / softcap, softcap * _LOG2E, window) if softcap else (scale * _LOG2E, 0.0, window)
-    cache_row = head_dim if is_quantized else cache.stride(3)
-    strides = query.stride()[:2], (block_tables.stride(0), *cache.stride()[:3], cache_row)
-    options = {
+    options = memory.options | {
         "WINDOW": window > 0,
         "SOFTCAP": softcap > 0,
         "SLOPES": slopes is not None,
         "BIASES": biases is not None,
-        "HEAD_DIM": head_dim,
-        "FIRST": first,
-        "REST": rest,
-        "KEYS": keys,
-        "BLOCK": block_size,
-        "QUANTIZED": is_quantized,
-        "ONE_SIDE": cache.stride(0) == 0,
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }
     if tokens > requests:  # every request has at least one token, so some have several
         queries = most_rows // of_heads
         # Triton 3.6 miscompiles tiles of 64 rows or more over 8-bit numbers in two pieces: on an H100, heads of 80 read
         # beyond shared memory or gave wrong sums.
-        whole = _pieces(head_dim, in_one=is_quantized and most_rows >= 64)
+        own = options
+        if options["QUANTIZED"] and most_rows >= 64:
+            own = options | {"SPLIT": head_dim, "FIRST": max(16, triton.next_power_of_2(head_dim)), "REST": 0}
         _prompts_kernel[tokens // queries + requests, kv_heads, triton.cdiv(group, of_heads)](
-            *(*memory, sequence_lengths, query_starts, terms.sinks, terms.slopes, terms.biases),
-            *(query if ends is None else ends.contiguous(), out, requests, group),
+            *(query, *memory.tensors, sequence_lengths, query_starts, terms.sinks, terms.slopes, terms.biases),
+            *(query if ends is None else ends.contiguous(), out, out if logs is None else logs, requests, group),
             *(*scores, terms.num_biases, terms.sinks_token, *terms.biases_strides),
-            *(*strides[0], out.stride(0), out.stride(1), *strides[1]),
-            **(options | dict(zip(("FIRST", "REST"), whole, strict=True))),
+            *(*query.stride()[:2], *out.stride()[:2], *memory.strides),
+            **own,
             SINKS=sinks is not None,
             ENDS=ends is not None,
+            LOGS=logs is not None,
             HEADS=of_heads,
             QUERIES=queries,
             num_warps=8,
         )
     _decode(
-        *(query, memory, sequence_lengths, query_starts, terms, out, kv_heads, scores, strides, options),
+        *(query, memory, sequence_lengths, query_starts, terms, out, kv_heads, scores, options),
         most=block_tables.shape[1] * block_size,
         has_sinks=sinks is not None,
         has_slots=False,
+        logs=logs,
     )
     return out
 
 
 def _decode(
     query: Tensor,
-    memory: tuple[Tensor, ...],
+    memory: _KVMemory,
     lengths: Tensor,
     starts: Tensor,
     terms: _Terms,
     out: Tensor,
     kv_heads: int,
     scores: tuple[float, float, int],
-    strides: tuple[tuple[int, ...], tuple[int, ...]],
     options: dict[str, Any],
     *,
     most: int,
     has_sinks: bool,
     has_slots: bool,
+    logs: Tensor | None = None,
 ) -> None:
     """Compute the requests with one query, of up to `most` keys."""
     (_, heads, head_dim), requests, window = query.shape, len(lengths), scores[2]
@@ -617,8 +969,8 @@ def _decode(
     partial = torch.empty((requests, heads, room, head_dim), dtype=torch.float32, device=query.device)
     cut = {"PARTS": _PARTS, "PART_KEYS": _PART_KEYS, "GROWTH": _PART_GROWTH}
     _decodes_kernel[requests, columns, max(1, min(room, _PROGRAMS // (requests * columns)))](
-        *(*memory, lengths, starts, terms.slopes, terms.biases, sums, partial, group, heads, room),
-        *(*scores, terms.num_biases, *terms.biases_strides, *strides[0], *strides[1]),
+        *(query, *memory.tensors, lengths, starts, terms.slopes, terms.biases, sums, partial, group, heads, room),
+        *(*scores, terms.num_biases, *terms.biases_strides, *query.stride()[:2], *memory.strides),
         **options,
         **cut,
         HEADS=rows,
@@ -628,11 +980,13 @@ def _decode(
     )
     width = min(128, triton.next_power_of_2(head_dim))
     _join_kernel[requests, heads, triton.cdiv(head_dim, width)](
-        *(sums, partial, lengths, starts, terms.sinks, out, heads, room, window, head_dim),
+        *(sums, partial, lengths, starts, terms.sinks, out, out if logs is None else logs),
+        *(heads, room, window, head_dim),
         *(terms.sinks_token, out.stride(0), out.stride(1)),
         **cut,
         WINDOW=window > 0,
         SINKS=has_sinks,
+        LOGS=logs is not None,
         KEYS=keys,
         WIDTH=width,
         num_warps=4,
@@ -644,43 +998,49 @@ _PARTIALS = 1 << 25
 
 
 def sparse_attention(
-    query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, sinks: Tensor | None = None
+    query: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+    logs: Tensor | None = None,
 ) -> Tensor:
     """See `quire.kernels.reference`: a decode for each query. Heads in a quantized cache must be a multiple of 4. Never
     waits for the device."""
     if query.stride(-1) != 1:
         query = query.contiguous()
     tokens, heads, head_dim = query.shape
-    (kv_heads, block_size), is_quantized = cache.shape[2:4], cache.dtype in LARGEST
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
-    first, rest = _pieces(head_dim)
-    _, keys = _tile(head_dim, query.element_size(), limits.is_narrow(query.device))
-    cache_row = head_dim if is_quantized else cache.stride(3)
-    strides = query.stride()[:2], (slots.stride(0), *cache.stride()[:3], cache_row)
-    options: dict[str, Any] = {
-        "WINDOW": False,
-        "SOFTCAP": False,
-        "SLOPES": False,
-        "BIASES": False,
-        "HEAD_DIM": head_dim,
-        "FIRST": first,
-        "REST": rest,
-        "KEYS": keys,
-        "BLOCK": block_size,
-        "QUANTIZED": is_quantized,
-        "ONE_SIDE": cache.stride(0) == 0,
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-    }
+    terms = dict.fromkeys(("WINDOW", "SOFTCAP", "SLOPES", "BIASES"), False)
     size = max(1, _PARTIALS // (heads * _most_parts(slots.shape[1]) * head_dim))
     starts = torch.arange(min(size, tokens) + 1, device=query.device)
     for begin in range(0, tokens, size):
         rows = slice(begin, begin + size)
-        part, scales = query[rows], cache[0].view(torch.float32) if is_quantized else query
+        part = query[rows]
+        memory = _KVMemory.of(part, cache, slots[rows])
         _decode(
-            *(part, (part, cache, scales, slots[rows]), counts[rows], starts, _Terms.of(query, sinks), out[rows]),
-            *(kv_heads, (scale * _LOG2E, 0.0, 0), strides, options),
+            *(part, memory, counts[rows], starts, _Terms.of(query, sinks), out[rows], cache.shape[2]),
+            *((scale * _LOG2E, 0.0, 0), memory.options | terms),
             most=slots.shape[1],
             has_sinks=sinks is not None,
             has_slots=True,
+            logs=None if logs is None else logs[rows],
         )
     return out
+
+
+def int4_attention(
+    query: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
+    scale: float,
+    recent: Tensor,
+    recent_slots: Tensor,
+    **options: Any,
+) -> Tensor:
+    """See `quire.kernels.int4_kv`. Never waits for the device."""
+    of_batch = block_tables, sequence_lengths, query_starts
+    return paged_attention(query, cache, *of_batch, scale, recent=(recent, recent_slots), **options)

@@ -24,7 +24,7 @@ QUESTIONS = {
         {"quantization": "int8", "dtype": "bfloat16", "kv_cache_dtype": "int8"},
         {"quantization": "int4", "kv_cache_dtype": "bfloat16"},
         {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
-        {"quantization": "int8", "tensor_parallel_size": 2},
+        {"quantization": "int8", "kv_cache_dtype": "int4", "tensor_parallel_size": 2},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

@@ -184,7 +184,7 @@ def test_heads_change_no_token(method: Literal["eagle3", "mtp"], tmp_path: Path)
     assert sum(same) >= 0.95 * len(same) > 0
 
 
-@pytest.mark.parametrize("cache", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "fp8", "int4"])
 def test_smaller_caches_change_few_tokens(cache: str, folders: Callable[[str], Path]) -> None:
     """As the reference does with the same cache: rounding is the same wherever attention is computed."""
     found, expected = (

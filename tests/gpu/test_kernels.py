@@ -32,6 +32,8 @@ KINDS = [
     AttentionLayer(16, 1, 576, 0.07, is_mla=True),
     AttentionLayer(48, 8, 128, 128**-0.5, window=512, has_own_sinks=True, num_biases=512),
     AttentionLayer(32, 8, 128, 1 / 128, num_biases=1024),
+    AttentionLayer(16, 1, 128, 128**-0.5, is_partial=True),
+    AttentionLayer(128, 1, 576, 0.07, is_mla=True, is_partial=True),
 ]
 MIXED = [(0, 1), (0, 170), (40, 1), (5, 3), (1500, 1), (2600, 130), (511, 1)]
 DECODES = [(length, 1) for length in (0, 15, 511, 512, 4095, 9000)]

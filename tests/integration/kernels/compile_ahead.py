@@ -179,11 +179,14 @@ def every_call(types: list[torch.dtype]) -> Iterator[Example]:
             for of_cache in (dtype, *LARGEST):
                 yield examples.cache_write(inputs, 9, heads, heads[2], of_cache)
                 yield examples.attention(inputs, requests, layer, of_cache)
-            for kind in (replace(layer, window=128, softcap=50.0, has_sinks=True, has_alibi=True), own):
+            yield from examples.int4_cache(inputs, requests, layer)
+            every = replace(layer, window=128, softcap=50.0, has_sinks=True, has_alibi=True)
+            for kind in (every, own, replace(layer, is_partial=True)):
                 yield examples.attention(inputs, requests, kind)
         latent = AttentionLayer(128, 1, 576, 0.1, is_mla=True)
         for of_cache in (dtype, *LARGEST):
             yield examples.attention(inputs, requests, latent, of_cache)
+            yield examples.attention(inputs, requests, replace(latent, is_partial=True), of_cache)
             yield from examples.selection(inputs, requests, (64, 128), ((2048, 1), (128, 16)), (), of_cache)
             yield from examples.selection(inputs, requests, (4, 128), (), ((128, 16, 1),), of_cache)
             for has_sinks in (False, True):

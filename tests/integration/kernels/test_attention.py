@@ -162,7 +162,7 @@ def test_decodes_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     case = build([(48 + n % 16, 1) for n in range(100)], 4, 2, 8, 16)
     calls, attend = [], reference._attend
 
-    def counted(*args: Tensor | float) -> Tensor:
+    def counted(*args: Tensor | float) -> tuple[Tensor, Tensor]:
         calls.append(args)
         return attend(*args)  # type: ignore[arg-type]
 
@@ -285,6 +285,39 @@ def test_queries_see_the_keys_up_to_the_end_of_their_run(
     if implementation != "reference":
         case = case._replace(cache=converted(case.cache, torch.bfloat16))
         close(case.run(), case.run(reference.paged_attention), torch.bfloat16)
+
+
+def in_parts(case: Case, count: int) -> Tensor:
+    """The case's result, combined from results for `count` parts of every block's tokens."""
+    block_size, logs, mixed = case.cache.shape[3], [], []
+    rows, places = block_size // count, torch.arange(max(case.lengths))
+    ends = torch.cat([torch.arange(n - of, n) + 1 for n, of in zip(case.lengths, case.counts, strict=True)])
+    for part in range(count):
+        before = torch.tensor([0, *(places % block_size // rows == part).int().cumsum(0)])
+        logs.append(torch.full(case.query.shape[:2], torch.nan))
+        own = case._replace(
+            cache=case.cache[:, :, :, part * rows : (part + 1) * rows].contiguous(),
+            lengths=before[case.lengths].tolist(),
+            options=dict(case.options) | {"ends": before[ends], "logs": logs[-1]},
+        )
+        mixed.append(own.run())
+        assert (logs[-1].isinf() == (before[ends] == 0)[:, None]).all()
+    weights = torch.stack(logs).softmax(0)[..., None]
+    return (torch.stack(mixed).float() * weights).sum(0)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (14, 2, 40), (32, 1, 16)])
+@pytest.mark.parametrize(("block_size", "count"), [(16, 2), (4, 4)])
+def test_parts_of_the_keys_are_combined(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, count: int, implementation: str
+) -> None:
+    """Where some queries see no key of a part, and tiles and splits begin and end anywhere in it."""
+    requests = [(0, 1), (3, 1), (2300, 1), (1300, 40), (0, 330), (2, 3), (4100, 2), (1, 5)]
+    case = build(requests, heads, kv_heads, head_dim, block_size, softcap=3.0)
+    torch.testing.assert_close(in_parts(case, count), case.expected, rtol=1e-5, atol=1e-5)
+    if implementation != "reference":
+        case = case._replace(cache=case.cache.bfloat16())
+        close(in_parts(case, count), case.run(reference.paged_attention), torch.bfloat16)
 
 
 def test_requests_may_have_no_query() -> None:

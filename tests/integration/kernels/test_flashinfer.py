@@ -221,6 +221,7 @@ def test_a_requested_backend_is_used_where_supported_and_the_log_names_the_rest(
     [
         (AttentionLayer(4, 1, 576, 0.1, is_mla=True), (torch.float16,) * 2, "latent attention"),
         (AttentionLayer(4, 2, 64, 0.1, has_alibi=True), (torch.float16,) * 2, "ALiBi"),
+        (AttentionLayer(4, 2, 64, 0.1, is_partial=True), (torch.float16,) * 2, "a part of the keys"),
         (LAYER, (torch.float32,) * 2, "float32"),
         (LAYER, (torch.bfloat16, torch.int8), "a cache of int8"),
     ],

@@ -301,6 +301,25 @@ def test_with_all_tokens_it_is_the_attention_of_a_decode(head_dim: int, implemen
     assert (with_sinks - expected).abs().max() > 0.01
 
 
+def test_parts_of_the_tokens_are_combined() -> None:
+    """Of which some queries have none in a part."""
+    given = case([(1200, 1), (3, 1), (70, 1)], 16, 576)
+    sides = given.cache.expand(2, *given.cache.shape[1:])
+    slots = reference.select_tokens(*given, 1300)
+    whole = kernels.sparse_attention(given.query, sides, slots, given.lengths, 0.1)
+    first = torch.tensor([700, 0, 71])
+    logs = torch.full((2, *given.query.shape[:2]), torch.nan)
+    place = (torch.arange(slots.shape[1]) + first[:, None]).clamp(max=slots.shape[1] - 1)
+    parts = [(slots, first), (slots.gather(1, place), given.lengths - first)]
+    mixed = [
+        kernels.sparse_attention(given.query, sides, own, counts, 0.1, logs=own_logs)
+        for (own, counts), own_logs in zip(parts, logs, strict=True)
+    ]
+    assert logs[0, 1].isinf().all()
+    combined = (torch.stack(mixed) * logs.softmax(0)[..., None]).sum(0)
+    torch.testing.assert_close(combined, whole, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_beyond_the_count_are_not_used() -> None:
     given = case([(60, 1)], 4, 24)
     sides = given.cache.expand(2, *given.cache.shape[1:]).clone()

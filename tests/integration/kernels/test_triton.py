@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import check, dispatch, experts, reference
+from quire.kernels import check, dispatch, examples, experts, reference
+from quire.kernels.attention_config import AttentionLayer
 from quire.kernels.cache import LARGEST, allocate_kv_cache
+from quire.kernels.examples import Inputs
 from quire.kernels.low_rank import LowRankPool
 from quire.kernels.quantized import QuantizedFormat
 from tests.fakes.interpreter import with_scales_of_8_bit_floats
@@ -39,7 +41,7 @@ pytest.importorskip("triton", reason="scripts/setup ci installs it")
 platform = importlib.import_module("quire.kernels.triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are masked out
 
-TYPES = [torch.float32, torch.float16]
+CPU, TYPES = torch.device("cpu"), [torch.float32, torch.float16]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -231,6 +233,12 @@ def test_attention_within_runs(window: int) -> None:
     close(case.run(), case.expected)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_attention_to_parts_of_the_keys(count: int) -> None:
+    case = test_attention.build([(0, 1), (3, 1), (700, 1), (70, 40), (0, 5), (1, 2)], 6, 2, 48, 4, softcap=3.0)
+    close(test_attention.in_parts(case, count), case.expected)
+
+
 def test_attention_of_requests_without_queries() -> None:
     test_attention.test_requests_may_have_no_query()
 
@@ -296,6 +304,23 @@ def test_quantized_rows_are_written_as_by_the_reference(head_dim: int, of_cache:
         results.append(cache.view(torch.uint8))
     assert torch.equal(*results)
     assert int((results[0] != 7).any(-1).sum()) > 20
+
+
+@pytest.mark.parametrize(
+    ("layer", "block_size", "requests", "dtype"),
+    [
+        (AttentionLayer(6, 2, 64, 0.1), 16, [(0, 1), (0, 17), (15, 1), (16, 1), (31, 2), (5, 3), (1100, 1)], TYPES[0]),
+        (AttentionLayer(6, 1, 80, 0.1, 37, softcap=20.0), 16, [(40, 1), (90, 70), (300, 1), (3, 40)], TYPES[1]),
+        (AttentionLayer(3, 3, 20, 0.2, 7, has_sinks=True, has_alibi=True), 10, [(0, 9), (29, 1), (70, 25)], TYPES[0]),
+        (AttentionLayer(4, 2, 16, 0.2, has_own_sinks=True, num_biases=40), 32, [(31, 1), (32, 1), (40, 90)], TYPES[1]),
+    ],
+)
+def test_a_cache_of_4_bits(
+    layer: AttentionLayer, block_size: int, requests: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    """Own blocks of one token and complete ones, windows inside them, tiles of several blocks, and parts of decodes."""
+    for example in examples.int4_cache(Inputs(CPU, dtype), requests, layer, block_size):
+        assert not check.difference(example, platform, dtype)
 
 
 def test_attention_in_the_tiles_of_gpus_with_less_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,7 +624,7 @@ def test_every_kernel_compiles_ahead(capability: int, types: list[str]) -> None:
     *variants, last = done.stdout.splitlines()
     assert last == f"{len(variants)} kernels compiled for sm_{capability}"
     names = {line.split()[0] for line in variants}
-    assert len(names) == 30, names
+    assert len(names) == 31, names
     for name in (
         "_act_mul",
         "_decodes",
@@ -626,7 +651,7 @@ def run(kernel, *args, grid, warmup, **options):
     variants.setdefault(kernel.__name__, set()).add(Variant.of(kernel, args, meta).key)
 
 JITFunction.run = run
-cache = torch.zeros(2, 64, 2, 16, 64)
+cache, of_4_bits = torch.zeros(2, 64, 2, 16, 64), torch.zeros(1, 64, 2, 16, 84, dtype=torch.uint8)
 experts = torch.zeros(4, 64, 64), torch.zeros(4, 64, 32)
 for requests in (1, 2, 3, 16, 31):
     for width in (1, 2, 16, 50):
@@ -638,6 +663,8 @@ for requests in (1, 2, 3, 16, 31):
             query, table = torch.zeros(tokens, 4, 64), torch.zeros(requests, width, dtype=torch.int64)
             platform.rotary_write_kv(query, query[:, :2], query[:, 2:], torch.zeros(tokens, 64), cache, slots)
             platform.paged_attention(query, cache, table, lengths, starts, 0.1)
+            platform.quantize_kv(cache, of_4_bits, slots, slots)
+            platform.int4_attention(query, of_4_bits, table, lengths, starts, 0.1, cache, slots)
             ids = torch.zeros(tokens, 2, dtype=torch.int64)
             platform.fused_experts(torch.zeros(tokens, 64), torch.ones(tokens, 2), ids, *experts, "silu")
     for top_p in (1.0, 0.9, 0.5):
@@ -650,7 +677,8 @@ for name, keys in variants.items():
 
 
 def test_what_changes_from_step_to_step_compiles_nothing_anew() -> None:
-    """Except for kernels shaped by the rows, with few shapes: experts' blocks and chunks, and the first draw."""
+    """Except for kernels shaped by the rows, with few shapes: experts' blocks and chunks, and the first draw. Attention
+    reads two kinds of caches here."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", _STEPS], capture_output=True, text=True, cwd=root, env=environment)
@@ -659,7 +687,7 @@ def test_what_changes_from_step_to_step_compiles_nothing_anew() -> None:
     assert {"_prompts_kernel", "_decodes_kernel", "_join_kernel", "_rotary_write_kernel", "_weigh_kernel"} <= set(
         counts
     )
-    shaped = {"_sort_kernel": 8, "_grouped_kernel": 8, "_draw_kernel": 2, "_finish_kernel": 1}
+    shaped = {"_sort_kernel": 8, "_grouped_kernel": 8, "_draw_kernel": 2, "_prompts_kernel": 2, "_decodes_kernel": 2}
     assert {name: count for name, count in counts.items() if count > shaped.get(name, 1)} == {}
 
 
