@@ -79,11 +79,11 @@ class Layout:
     """The ranks of one layout."""
 
     def __init__(self, folder: Path, ranks: int, threads: int, options: dict[str, Any]) -> None:
-        config = resolve(EngineOptions(model=str(folder), tensor_parallel_size=ranks, **options))
+        self.config = config = resolve(EngineOptions(model=str(folder), tensor_parallel_size=ranks, **options))
         spawn = multiprocessing.get_context("spawn")
         pipes = [spawn.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pipes]
-        init_method = (folder / f"rendezvous-{ranks}").as_uri()
+        init_method = (folder / f"rendezvous-{id(self)}").as_uri()
         self._processes = [
             spawn.Process(target=serve, args=(config, rank, init_method, threads, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)

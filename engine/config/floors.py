@@ -21,7 +21,8 @@ kernels take no time there.
   instead, if that is less. Among `h` hosts it takes that on each, or 2 (h - 1) / h × b / (bandwidth of the network ×
   ranks of the group on a host), whichever is longer: every device has its own part of the network. Replicas that share
   experts send tokens to each other and results back: to other hosts over the network, on the same host over its links,
-  at the same time. A message between stages takes latency + b / bandwidth.
+  at the same time. A message between stages takes latency + b / bandwidth. Ranks that divide the tokens of the cache
+  gather queries, which takes half of an all-reduce of their bytes, and add results.
 
 With P stages, `min(rows, P)` plans are in flight, each with its part of the rows. A token of every row takes the time
 of all stages, or the time of the slowest stage for each plan, whichever is longer: the rest is the pipeline's bubble.
@@ -106,6 +107,27 @@ def estimate(config: EngineConfig, machine: Machine, input_len: int) -> Estimate
         decode=Floor(floors.decode(rows, input_len + 1, busy=replicas)),
         ttft=Floor(floors.prefill(input_len)),
     )
+
+
+def doubling_context(config: EngineConfig) -> float:
+    """Return the tokens of context with which a token takes twice as many operations as without; infinite if no layer
+    attends to all of them."""
+    spec, linear, attended = config.model.architecture, 0.0, 0
+    for layer in spec.layers:
+        mixture, attention = layer.feed_forward, layer.attention
+        experts = [*mixture.expert_matrices(spec.hidden_size, 1)] if isinstance(mixture, MoESpec) else []
+        for each in layer.matrices(spec.hidden_size, 1):
+            if each.module.startswith("feed_forward.media_experts."):
+                continue  # no token of text uses them
+            if isinstance(mixture, MoESpec) and each in experts:
+                linear += each.rows * each.columns * mixture.top_k
+            else:
+                linear += each.elements
+        if attention is None or isinstance(attention, CompressedAttentionSpec):
+            continue
+        if not attention.window and not attention.top_k:
+            attended += attention.num_heads * (attention.head_dim + (attention.v_head_dim or attention.head_dim))
+    return linear / attended if attended else math.inf
 
 
 class _Product(NamedTuple):
@@ -205,7 +227,7 @@ class _Floors:
             {
                 "bandwidth" if memory >= compute else "compute": max(memory, compute),
                 "launches": kernels * self._achieved.kernel_seconds,
-                "communication": self._links(stage, new, coupled),
+                "communication": self._links(stage, requests, new, coupled),
             }
         )
 
@@ -260,11 +282,12 @@ class _Floors:
     def _read_again(self, stage: int, tokens: int, context: int) -> float:
         """Bytes of a request's KV cache that layers read in addition to the layer that it belongs to."""
         cache, tp = self.config.cache, self.config.parallel.tensor_parallel_size
-        again = 0.0
+        context_size, again = self.config.parallel.decode_context_parallel_size, 0.0
         for layer, count in self._layers[stage].items():
             attention = layer.attention
             if attention is not None and layer.kv_source is not None:
-                row = block_bytes(KVCacheShape(*attention.kv_shape(tp)), cache.block_size, cache.dtype)
+                shape = KVCacheShape(*attention.kv_shape(tp), context_size)
+                row = block_bytes(shape, cache.block_size, cache.dtype)
                 keys = min(context, (attention.window or context) + tokens - 1)
                 again += count * keys * row / cache.block_size
         return again
@@ -272,7 +295,7 @@ class _Floors:
     def _unread(self, stage: int, tokens: int, context: int) -> float:
         """Bytes of a request's KV cache that sparse attention does not select."""
         cache, tp = self.config.cache, self.config.parallel.tensor_parallel_size
-        unread = 0.0
+        context_size, unread = self.config.parallel.decode_context_parallel_size, 0.0
         for layer, count in self._layers[stage].items():
             attention = layer.attention
             if isinstance(attention, CompressedAttentionSpec):
@@ -281,11 +304,12 @@ class _Floors:
                 ratio, most = attention.compressor_ratio, tokens * attention.max_entries(context)
                 unread += count * max(0.0, stored - (min(context // ratio, most) if ratio else 0)) * row
             elif attention is not None and attention.top_k is not None:
-                row = block_bytes(KVCacheShape(*attention.kv_shape(tp)), cache.block_size, cache.dtype)
+                shape = KVCacheShape(*attention.kv_shape(tp), context_size)
+                row = block_bytes(shape, cache.block_size, cache.dtype)
                 unread += count * max(0, context - tokens * attention.top_k) * row / cache.block_size
         return unread
 
-    def _links(self, stage: int, new: int, coupled: int) -> float:
+    def _links(self, stage: int, requests: int, new: int, coupled: int) -> float:
         """Seconds of communication: inside the stage, among replicas that share experts, and to the next stage."""
         parallel, machine = self.config.parallel, self.machine
         tp, token = parallel.tensor_parallel_size, self._arch.hidden_size * DTYPE_BYTES[self.config.model.dtype]
@@ -296,6 +320,9 @@ class _Floors:
             number = (stage == 0) + sum(count * (len(each.parts) - each.is_parallel) for each, count in layers)
             on_hosts = Counter(rank // ranks_per_host for rank in range(stage * tp, (stage + 1) * tp))
             seconds += number * self._all_reduce([*on_hosts.values()], new * token)
+        if (context := parallel.decode_context_parallel_size) > 1:
+            first = Counter(rank // ranks_per_host for rank in range(stage * tp, stage * tp + context))
+            seconds += sum(count * self._combine([*first.values()], each, requests, new) for each, count in layers)
         for layer, count in layers:
             if parallel.is_coupled and isinstance(layer.feed_forward, MoESpec):
                 seconds += 2 * count * self._exchange(layer.feed_forward.top_k, new, coupled, token)
@@ -304,6 +331,16 @@ class _Floors:
             passed = self._arch.stage_width * DTYPE_BYTES[self.config.model.dtype]
             seconds += link.latency.base + new * passed / link.bandwidth
         return seconds
+
+    def _combine(self, ranks: list[int], layer: LayerSpec, requests: int, new: int) -> float:
+        """Seconds in which ranks that divide the tokens of the cache gather queries and logarithms, and add results."""
+        attention, tp = layer.attention, self.config.parallel.tensor_parallel_size
+        if attention is None or (isinstance(attention, MLASpec) and new > requests):  # prompts gather rows instead
+            return 0.0
+        heads, width = attention.num_heads // tp * sum(ranks), DTYPE_BYTES[self.config.model.dtype]
+        row = attention.kv_shape(tp)[2]
+        sizes = heads * row * width // 2, heads * sum(ranks) * 4 // 2, heads * row * 4  # gathering sends half as much
+        return sum(self._all_reduce(ranks, new * size) for size in sizes)
 
     def _all_reduce(self, ranks: list[int], size: int) -> float:
         """Seconds of an all-reduce of `size` bytes among so many ranks on each host."""

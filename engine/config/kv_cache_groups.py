@@ -29,6 +29,7 @@ from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.config.engine_config import (
     DTYPE_BYTES,
+    EngineConfig,
     KVCacheGroup,
     ModelConfig,
     ParallelConfig,
@@ -50,7 +51,8 @@ class KVCacheShape(NamedTuple):
     head_dim: int
     """Values per head and tensor."""
     tokens_per_row: int = 1
-    """In a plane for entries: number of tokens that share a row."""
+    """Tokens of a block for each row that it has on a rank. In a plane for entries they share the row; with decode
+    context parallelism, other ranks have the rows of the others."""
 
 
 class KVCacheSpec(NamedTuple):
@@ -95,13 +97,20 @@ LayerSpecs = Sequence[Sequence[KVCacheSpec]]
 
 
 def cache_specs(
-    arch: ModelSpec, tp: int, max_model_len: int, dtype: str, block_size: int, beside: Sequence[ModelSpec] = ()
+    arch: ModelSpec,
+    tp: int,
+    max_model_len: int,
+    dtype: str,
+    block_size: int,
+    beside: Sequence[ModelSpec] = (),
+    context: int = 1,
 ) -> list[list[KVCacheSpec]]:
     """Return the cache specs of each layer on one of `tp` ranks, for a model of type `dtype`. A window of at least
-    `max_model_len` becomes None, unless its blocks take pages. The models `beside` it use the same cache."""
+    `max_model_len` becomes None, unless its blocks take pages. The models `beside` it use the same cache. `context`
+    ranks divide the tokens."""
     if any(isinstance(layer.attention, CompressedAttentionSpec) for layer in arch.layers):
         return _compressed_specs(arch, (arch, *beside), block_size)
-    shapes = [KVCacheShape(*each.attention.kv_shape(tp)) for each in arch.layers if each.attention is not None]
+    shapes = [KVCacheShape(*each.attention.kv_shape(tp), context) for each in arch.layers if each.attention is not None]
     states = [each.state.state_bytes(tp, DTYPE_BYTES[dtype]) for each in arch.layers if each.state is not None]
     if shapes:
         ((shared, _),) = Counter(shapes).most_common(1)
@@ -114,7 +123,7 @@ def cache_specs(
         kept = []
         if layer.attention is not None and layer.kv_source is None:
             window = layer.attention.window and layer.attention.window + again
-            shape = KVCacheShape(*layer.attention.kv_shape(tp))
+            shape = KVCacheShape(*layer.attention.kv_shape(tp), context)
             index = layer.attention.index_shape()
             window = window if window and window < max_model_len else None
             kept.append(KVCacheSpec(shape, window, index_shape=index and KVCacheShape(*index)))
@@ -138,9 +147,31 @@ def cached_layers(
     specs = [
         kept
         for arch, tp in models
-        for kept in cache_specs(arch, tp, model.max_model_len, model.dtype, block_size, architectures)
+        for kept in cache_specs(
+            arch, tp, model.max_model_len, model.dtype, block_size, architectures, parallel.context_size(tp)
+        )
     ]
     return specs, [*parallel.stages[:-1], range(parallel.stages[-1].start, len(specs))]
+
+
+def recent_layers(config: EngineConfig, stage: int) -> list[tuple[KVCacheShape, list[int]]]:
+    """Return the layers of a stage that have the same `RecentBlocks.others`, and their shape.
+
+    These are all layers of a shape that no other layer reads; a layer that others read has its own, which they need
+    after the next layers have run.
+    """
+    specs, stages = cached_layers(config.model, config.parallel, config.scheduler.speculative, config.cache.block_size)
+    sources, start = set[int](), 0
+    for each in config.with_drafter:
+        layers = each.model.architecture.layers
+        sources |= {start + layer.kv_source for layer in layers if layer.kv_source is not None}
+        start += len(layers)
+    found = defaultdict[tuple[KVCacheShape, int | None], list[int]](list)
+    for number in stages[stage]:
+        for spec in specs[number]:
+            if not spec.state_bytes:
+                found[spec.shape, number if number in sources else None].append(number)
+    return [(shape, numbers) for (shape, _), numbers in found.items()]
 
 
 def _compressed_specs(arch: ModelSpec, models: Sequence[ModelSpec], block_size: int) -> list[list[KVCacheSpec]]:
@@ -185,7 +216,10 @@ def count_blocks_per_page(specs: LayerSpecs, block_size: int, dtype: str) -> int
 
 
 def block_bytes(shape: KVCacheShape, block_size: int, dtype: str) -> int:
-    """Return the bytes of a block in a plane. Quantized rows have a scale each."""
+    """Return the bytes of a block in a plane. Quantized rows have a scale each (int4: `quire.kernels.int4_kv`)."""
+    if dtype == "int4":
+        assert shape.num_tensors == 2
+        return shape.num_heads * (block_size * shape.head_dim + 4 * shape.head_dim + 4 * block_size)
     row = shape.head_dim * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else shape.head_dim + SCALE_BYTES
     return shape.num_tensors * shape.num_heads * (block_size // shape.tokens_per_row) * row
 

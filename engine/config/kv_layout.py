@@ -5,8 +5,9 @@ drafter's after the target's. All groups of a kind have different layers of it, 
 blocks of all its groups are.
 
 In an entry, a layer has one or several tensors, one after another: keys and values, an indexer's keys, or a state's
-matrices and inputs. Each is as in the memory of a rank that has all heads. Ranks that divide the heads copy their
-slices of it (`rank_copies`). What several ranks have, one of them stores: they take turns by layer.
+matrices and inputs. Each is as in the memory of a rank that has all heads and tokens. Ranks that divide the heads, or
+the tokens of blocks, copy their slices of it (`rank_copies`). What several ranks have, one of them stores: they take
+turns by layer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.architecture.recurrent_spec import RecurrentSpec, TransformersStateSpec
 from quire.engine.architecture.spec_parts import Units
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig, KVCacheGroup
-from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, cached_layers, place_layers, tokens_per_row
+from quire.engine.config.kv_cache_groups import (
+    SCALE_BYTES,
+    KVCacheShape,
+    block_bytes,
+    cached_layers,
+    place_layers,
+    tokens_per_row,
+)
 
 _VERSION = 1
 """Changed with anything here that changes the bytes of entries."""
@@ -80,6 +88,8 @@ class KVSlices(NamedTuple):
     block_stride: int
     """Bytes from a block to the next one."""
     entry_start: int
+    numbers: tuple[int, ...]
+    """Of the layers, in the order of the model; a drafter's follow the target's."""
     layers: Steps
     rows: Steps
     size: int
@@ -153,6 +163,7 @@ def rank_copies(config: EngineConfig, rank: int) -> list[RankCopies]:
                             memory_start=memory + part.memory_start,
                             block_stride=block,
                             entry_start=start + part.entry_start,
+                            numbers=(number,),
                             layers=Steps(1, 0, 0),
                             rows=part.rows,
                             size=part.size,
@@ -218,6 +229,10 @@ class _Tensor(NamedTuple):
     bytes: int
     unused: int = 0
     """Bytes before each row in memory, which are not in the entry."""
+    context: int = 1
+    """Number of successive ranks that divide the tokens of their only part: each has one run of each of `runs`."""
+    runs: tuple[int, ...] = ()
+    """Then the `bytes`, by what follows what: the numbers of all tokens, and the scales of all tokens."""
 
     @property
     def size(self) -> int:
@@ -230,22 +245,27 @@ class _Tensor(NamedTuple):
 
     def rank_size(self, rank: int, ranks: int) -> int:
         """Bytes in the memory of a rank."""
-        return self.rows * self.bytes * sum(len(part.share(rank, ranks)) for part in self.parts)
+        return self.rows * self.bytes // self.context * sum(len(part.share(rank, ranks)) for part in self.parts)
 
     def slices(self, rank: int, ranks: int) -> Iterator[_TensorSlice]:
         """The slices that a rank has."""
         own_row, whole_row = self.rank_size(rank, ranks) // (self.rows or 1), self.size // (self.rows or 1)
-        own = whole = 0
+        own, whole, number = self.unused, 0, rank % self.context
         for part in self.parts:
             share = part.share(rank, ranks)
-            same = [other for other in range(ranks) if part.share(other, ranks) == share]
-            size, start = len(share) * self.bytes, whole + share.start * self.bytes
-            rows = Steps(self.rows, self.unused + own_row, whole_row)
-            if size == rows.memory == rows.entry:  # the rows follow each other on both sides
-                size, rows = size * self.rows, Steps(1, 0, 0)
-            if size and self.rows:
-                yield _TensorSlice(self.unused + own, start, rows, size, same.index(rank), len(same))
-            own, whole = own + len(share) * self.bytes, whole + part.size * self.bytes
+            assert len(share) == 1 or self.context == 1
+            like = [other for other in range(ranks) if other % self.context == number]
+            same = [other for other in like if part.share(other, ranks) == share]
+            start = whole + share.start * self.bytes
+            for run in self.runs or (len(share) * self.bytes,):
+                size, rows = run // self.context, Steps(self.rows, self.unused + own_row, whole_row)
+                first = start + number * size
+                if size == rows.memory == rows.entry:  # the rows follow each other on both sides
+                    size, rows = size * self.rows, Steps(1, 0, 0)
+                if size and self.rows:
+                    yield _TensorSlice(own, first, rows, size, same.index(rank), len(same))
+                own, start = own + run // self.context, start + run
+            whole += part.size * self.bytes
 
 
 class _Series:
@@ -267,7 +287,8 @@ class _Series:
             if number == 1:
                 memory, entry = step
             if step == (number * memory, number * entry) and memory > 0:
-                self._joined[last] = before._replace(layers=Steps(number + 1, memory, entry))
+                layers, numbers = Steps(number + 1, memory, entry), before.numbers + own.numbers
+                self._joined[last] = before._replace(layers=layers, numbers=numbers)
                 return
         self._open[common] = len(self._joined)
         self._joined.append(own)
@@ -283,9 +304,7 @@ class _Layers:
     def __init__(self, config: EngineConfig) -> None:
         self._cache, self._dtype = config.cache, config.model.dtype
         configs = config.with_drafter
-        self._layers = [
-            (layer, each.parallel.tensor_parallel_size) for each in configs for layer in each.model.architecture.layers
-        ]
+        self._layers = [(layer, each.parallel) for each in configs for layer in each.model.architecture.layers]
         self._tokens_per_row = tokens_per_row([each.model.architecture for each in configs], config.cache.block_size)
 
     def of(self, groups: Sequence[int]) -> list[int]:
@@ -294,22 +313,22 @@ class _Layers:
 
     def ranks(self, number: int) -> int:
         """The ranks of a stage that divide a layer; any others do not have it."""
-        return self._layers[number][1]
+        return self._layers[number][1].tensor_parallel_size
 
     def tensors(self, number: int, kind: _Kind) -> list[_Tensor]:
         """What a layer has in entries of a kind. In pages one follows the other; else the second is an indexer's."""
-        layer, ranks = self._layers[number]
+        layer, parallel = self._layers[number]
         if kind.is_state:
             assert layer.state is not None
-            return list(self._state(layer.state, ranks))
+            return list(self._state(layer.state, parallel.tensor_parallel_size))
         assert layer.attention is not None
         if kind.fills_pages:
             assert isinstance(layer.attention, CompressedAttentionSpec)
             row = layer.attention.head_dim + layer.attention.inputs_width
             return [_whole(self._cache.block_size * row * DTYPE_BYTES[self._cache.dtype])]
-        return list(self._attention(layer.attention))
+        return list(self._attention(layer.attention, parallel.decode_context_parallel_size))
 
-    def _attention(self, attention: AnyAttentionSpec) -> Iterator[_Tensor]:
+    def _attention(self, attention: AnyAttentionSpec, context: int) -> Iterator[_Tensor]:
         index, size = attention.index_shape(), self._cache.block_size
         if isinstance(attention, CompressedAttentionSpec):
             # Entries have the last of the rows of their tokens. Those of large ratios may be anywhere in a block.
@@ -323,7 +342,15 @@ class _Layers:
             return
         sides, heads, width = attention.kv_shape(1)
         units = Units(heads, "KV heads", "copies") if isinstance(attention, AttentionSpec) else None
-        yield _Tensor(sides, [_Part(heads, units)], self._block_bytes(KVCacheShape(1, 1, width)))
+        if self._cache.dtype == "int4":  # a head's values follow its keys
+            yield _Tensor(1, [_Part(heads, units)], self._block_bytes(KVCacheShape(sides, 1, width)))
+            return
+        block = self._block_bytes(KVCacheShape(1, 1, width))
+        runs: tuple[int, ...] = ()
+        if context > 1:
+            scales = 0 if self._cache.dtype in DTYPE_BYTES else size * SCALE_BYTES
+            runs = (block - scales, scales)
+        yield _Tensor(sides, [_Part(heads, units)], block, 0, context, runs)
         if index is not None:
             yield _whole(self._block_bytes(KVCacheShape(*index)))
 

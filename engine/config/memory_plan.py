@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from quire.engine.architecture.attention_spec import MLASpec
+from quire.engine.architecture.attention_spec import GATHERED_AT_ONCE, MLASpec
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.architecture.feed_forward_spec import ExpertParallelMoESpec, MoESpec
 from quire.engine.architecture.model_spec import ModelSpec
@@ -23,7 +23,7 @@ from quire.engine.config.engine_config import (
     ModelConfig,
     ParallelConfig,
 )
-from quire.engine.config.kv_cache_groups import block_bytes, cached_layers, count_planes
+from quire.engine.config.kv_cache_groups import block_bytes, cached_layers, count_planes, recent_layers
 from quire.engine.protocol.errors import ConfigError
 
 _CPU_KV_CACHE_BYTES = 4 << 30
@@ -47,13 +47,15 @@ class MemoryPlan:
     """On CPUs, also those that are ready to be swapped in."""
     kv_store: int = 0
     """On CPUs, a rank's share of the host's memory for KV that leaves the device."""
+    recent: tuple[int, ...] = ()
+    """Keys and values that are not quantized yet; empty: there are none."""
 
     @property
     def fixed(self) -> list[int]:
         """Bytes of each stage besides its KV cache."""
-        stages = zip(self.weights, self.media, strict=True)
+        stages = zip(self.weights, self.media, self.recent or [0] * len(self.weights), strict=True)
         shared = self.workspace + self.graphs + self.adapters + self.kv_store
-        return [weights + media + shared for weights, media in stages]
+        return [weights + media + recent + shared for weights, media, recent in stages]
 
     @staticmethod
     def of(config: EngineConfig) -> MemoryPlan:
@@ -89,6 +91,7 @@ class MemoryPlan:
             media=(_media(config, workspace), *[0] * (len(stages) - 1)),
             adapters=_adapters(config),
             kv_store=_kv_store(config),
+            recent=_recent(config),
         )
 
 
@@ -100,7 +103,29 @@ def _workspace(config: EngineConfig) -> int:
     logits = config.scheduler.max_sampled_tokens * arch.vocab_size * 4 * 4
     logits *= model.pooling is None
     activations = (_activations(config, arch) + attention) * DTYPE_BYTES[model.dtype]
+    activations += _gathered_bytes(config, arch)
     return activations + logits + _selection_bytes(config, arch) + _eplb_buffer_bytes(config, arch)
+
+
+def _gathered_bytes(config: EngineConfig, arch: ModelSpec) -> int:
+    """Bytes of attention among ranks that divide tokens: the queries of all of them, and results in the model's type
+    and in float32; for MLA, also all rows of a sequence, before and after they are put in order."""
+    model, tp, context = (
+        config.model,
+        config.parallel.tensor_parallel_size,
+        config.parallel.decode_context_parallel_size,
+    )
+    if context == 1:
+        return 0
+    most, width = 0, DTYPE_BYTES[model.dtype]
+    for attention in {layer.attention for layer in arch.layers if layer.attention is not None}:
+        row = attention.kv_shape(tp)[2]
+        elements = config.scheduler.max_num_batched_tokens * attention.num_heads // tp * context * row
+        if isinstance(attention, MLASpec):
+            elements = min(elements, GATHERED_AT_ONCE)
+        rows = 2 * model.max_model_len * row * isinstance(attention, MLASpec)
+        most = max(most, elements * (2 * width + 4) + rows * width)
+    return most
 
 
 def _media(config: EngineConfig, workspace: int) -> int:
@@ -127,7 +152,21 @@ def _kv_store(config: EngineConfig) -> int:
     """Bytes of `MemoryPlan.kv_store`."""
     if config.kv_store is None or config.parallel.device != "cpu":
         return 0
-    return config.kv_store.memory_bytes // max(1, config.parallel.num_local_ranks)
+    return config.kv_store.memory_bytes // max(1, config.parallel.memory_shares)
+
+
+def _recent(config: EngineConfig) -> tuple[int, ...]:
+    """Bytes of `MemoryPlan.recent`."""
+    cache, scheduler = config.cache, config.scheduler
+    if (recent := cache.recent) is None:
+        return ()
+    return tuple(
+        sum(
+            recent.number(scheduler.max_num_seqs, len(layers)) * block_bytes(shape, cache.block_size, recent.dtype)
+            for shape, layers in recent_layers(config, stage)
+        )
+        for stage in range(config.parallel.pipeline_parallel_size)
+    )
 
 
 def _copied_embedding_bytes(config: EngineConfig, drafter: ModelSpec) -> int:
@@ -356,7 +395,7 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
         return 0
     sizes, row = MemoryPlan.of(config), scheduler.max_num_batched_tokens
     blocks_per_request = cache.max_blocks(model.max_model_len, row)
-    here = parallel.ranks_per_node * len(parallel.local_replicas)  # memory of Ray's other replicas is not free
+    here = parallel.memory_shares
     sharing = max(1, here) if available.kind == "cpu" else parallel.ranks_per_device
     per_rank = available.memory // sharing
     budget_bytes = int(per_rank * cache.gpu_memory_utilization)
@@ -374,12 +413,14 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
             f"{f' + {replayed} {format_bytes(sizes.graphs)}' * (sizes.graphs > 0)}"
             f"{f' + images {format_bytes(sizes.media[0])}' * (sizes.media[0] > 0)}"
             f"{f' + adapters {format_bytes(sizes.adapters)}' * (sizes.adapters > 0)}"
-            f"{f' + KV store {format_bytes(sizes.kv_store)}' * (sizes.kv_store > 0)}), {format_bytes(budget_bytes)} "
+            f"{f' + KV store {format_bytes(sizes.kv_store)}' * (sizes.kv_store > 0)}"
+            f"{f' + KV in {cache.recent.dtype} {format_bytes(max(sizes.recent))}' if cache.recent else ''}), "
+            f"{format_bytes(budget_bytes)} "
             f"available ({cache.gpu_memory_utilization:g} of {format_bytes(available.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use {more}, a smaller --dtype{quantize}, or a lower "
             f"--max-num-batched-tokens{' or --encoder-cache-size' * (sizes.media[0] > 0)}"
             f"{' or --max-loras, --max-lora-rank or --lora-memory' * (sizes.adapters > 0)}"
-            f"{' or --kv-offloading-size' * (sizes.kv_store > 0)}"
+            f"{' or --kv-offloading-size' * (sizes.kv_store > 0)}{' or --max-num-seqs' * bool(sizes.recent)}"
         )
     if not max(sizes.kv_block):
         return 0

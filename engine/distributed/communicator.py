@@ -20,6 +20,9 @@ class Parallel:
     rank: int = 0
     size: int = 1
 
+    context: Parallel
+    """Those of the ranks that divide the tokens of the same KV heads; alone, without decode context parallelism."""
+
     @property
     def waited(self) -> float:
         """Seconds for which a CPU has waited for other ranks to compute. Waiting in the first collective of a step does
@@ -66,6 +69,9 @@ class Parallel:
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's `x`. All ranks pass a tensor of the same shape and type, which may be overwritten."""
         return x
+
+
+Parallel.context = Parallel()
 
 
 class GroupParallel(Parallel):

@@ -38,23 +38,24 @@ class CpuParallel(GroupParallel):
 
     def begin_step(self) -> None:
         self._own.has_met = 0
+        self.context.begin_step()
 
     @property
     def waited(self) -> float:
-        return self._own.waited * 1e-9
+        return self._own.waited * 1e-9 + self.context.waited
 
     @property
     def spent(self) -> float:
-        return self._own.spent * 1e-9
+        return self._own.spent * 1e-9 + self.context.spent
 
     @property
     def is_ahead(self) -> bool:
         own = self._own.published
-        return any(0 < (own - other.published) % 2**32 < 2**31 for other in self._headers)
+        return self.context.is_ahead or any(0 < (own - other.published) % 2**32 < 2**31 for other in self._headers)
 
     @property
     def supports_op_replay(self) -> bool:
-        return self.memory is not None
+        return self.memory is not None and self.context.supports_op_replay
 
     def finalize(self) -> None:
         """Switch to shared memory if all ranks have the compiled kernels and are on this host."""
@@ -86,6 +87,7 @@ class CpuParallel(GroupParallel):
         if self.rank == 0:
             log = logger.warning if reason else logger.debug
             log("collectives of a stage: %s", f"gloo, since {reason}" if reason else "shared memory")
+        self.context.finalize()
 
     def _all_gather_object(self, own: T) -> list[T]:
         gathered: list[T] = [own] * self.size

@@ -132,13 +132,19 @@ def connect(
     of_stage = tuple(  # in each replica
         tuple(range(first, first + width)) for first in range(stage * width, world_size, config.world_size)
     )
+
+    def stage_communicator(ranks: tuple[int, ...], *, is_custom: bool) -> Parallel:
+        group = group_of(ranks)
+        if backend == "nccl":
+            return CudaParallel(group, device, is_custom)
+        return CpuParallel(group, timeout) if device.type == "cpu" else HostStagedParallel(group)
+
     tp = Parallel()
     if width > 1:
-        group = group_of(of_stage[replica])
-        if backend == "nccl":
-            tp = CudaParallel(group, device, config.custom_all_reduce)
-        else:
-            tp = CpuParallel(group, timeout) if device.type == "cpu" else HostStagedParallel(group)
+        tp = stage_communicator(of_stage[replica], is_custom=config.custom_all_reduce)
+        if (size := config.decode_context_parallel_size) > 1:
+            first = position - position % size
+            tp.context = stage_communicator(of_stage[replica][first : first + size], is_custom=False)
     if config.experts is None:
         return joined(tp)
     dp, all_ranks = communicator(tuple(ranks[position] for ranks in of_stage)), communicator(sum(of_stage, ()))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.architecture import attention_spec
-from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.engine_config import EngineConfig, ParallelConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.batch import AttentionMetadata, Batch
 from quire.engine.layers.from_spec import FromSpec
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
     def __init__(self, spec: attention_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._spec = spec
+        self._spec, self._context = spec, parallel.context
         own = FromSpec(spec.parameters(hidden_size), parallel)
         query, *others = own.shards("attention.qkv")
         self._widths = {shard.part: shard.length for shard in (query, *others)}
@@ -73,15 +73,12 @@ class Attention(nn.Module):
 
     def _write(self, qkv: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
         """Write keys and values; returns the rotated queries, and the gates of results if there are any."""
-        assert cache.memory is not None
         parts = self._split(qkv)
         key = parts["k"]
         heads = Heads(parts["q"], key, parts.get("v", key), batch.positions, cos_sin)
         for change in self._changes:
             heads = change(heads)
-        slot_mapping = batch.attention(cache.group).slot_mapping
-        query = kernels.rotary_write_kv(*heads[:3], heads.cos_sin, cache.memory, slot_mapping)
-        return query, parts.get("gate")
+        return cache.write(*heads[:3], heads.cos_sin, batch, self._context), parts.get("gate")
 
     def _split(self, qkv: Tensor) -> dict[str, Tensor]:
         """The parts of the projections, `[tokens, heads, features]` each."""
@@ -94,23 +91,20 @@ class Attention(nn.Module):
 
     def _metadata(self, batch: Batch, cache: LayerCache, last_tokens: Tensor | None) -> AttentionMetadata:
         """The metadata of all queries, or of the last tokens' queries only."""
-        metadata = batch.attention(cache.group)
+        metadata = cache.own_metadata(batch, self._context)
         return metadata if last_tokens is None else metadata.last_tokens()
 
     def _attend(self, query: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> Tensor:
         """`[tokens, heads, head_dim]` → the same."""
-        assert cache.memory is not None
-        return kernels.paged_attention(
+        return cache.attend(
             query,
-            cache.memory,
-            *metadata.paged,
+            metadata,
             self._spec.scale,
+            self._context,
             window=self._window,
             softcap=self._spec.softcap,
             sinks=None if self.sinks is None else self.sinks.float(),
             slopes=self._slopes,
-            ends=metadata.key_ends,
-            host=metadata.host,
         )
 
     def _result(self, mixed: Tensor, gate: Tensor | None, adapters: kernels.AdapterRows | None) -> Tensor:
@@ -129,30 +123,38 @@ def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
     that use it, with the rank's sizes."""
     media = config.model.architecture.media
     has_ends = media is not None and media.is_bidirectional
+    context = config.parallel.decode_context_parallel_size
     kinds = (
-        replace(_kernel_layer(layer.attention, each.parallel.tensor_parallel_size), has_ends=has_ends)
+        replace(_kernel_layer(layer.attention, each.parallel), has_ends=has_ends)
         for each in (config.with_drafter if config.cache.num_blocks else ())
         for layer in each.model.architecture.layers
         if isinstance(layer.attention, attention_spec.AttentionSpec | attention_spec.MLASpec)
     )
     return kernels.AttentionConfig(
         tuple(dict.fromkeys(kinds)),
-        config.cache.block_size,
+        config.cache.block_size // context,
         kernels.kv_cache_dtype(config.cache.dtype),
         config.model.attention_backend,
     )
 
 
-def _kernel_layer(spec: attention_spec.AttentionSpec | attention_spec.MLASpec, tp: int) -> kernels.AttentionLayer:
-    num_tensors, kv_heads, size = spec.kv_shape(tp)
+def _kernel_layer(
+    spec: attention_spec.AttentionSpec | attention_spec.MLASpec, parallel: ParallelConfig
+) -> kernels.AttentionLayer:
+    tp, context = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    (num_tensors, kv_heads, size), heads = spec.kv_shape(tp), spec.num_heads // tp * context
+    if context > 1:  # without sinks: see `context_parallel.attend`
+        is_mla, softcap = num_tensors == 1, spec.softcap if isinstance(spec, attention_spec.AttentionSpec) else 0.0
+        return kernels.AttentionLayer(
+            heads, kv_heads, size, spec.scale, softcap=softcap, is_mla=is_mla, is_partial=True
+        )
     if isinstance(spec, attention_spec.MLASpec):
-        heads, is_mla = spec.num_heads // tp, num_tensors == 1
-        window = spec.window or 0
+        is_mla, window = num_tensors == 1, spec.window or 0
         return kernels.AttentionLayer(
             heads, kv_heads, size, spec.scale, window, is_mla=is_mla, has_sinks=spec.has_sinks
         )
     return kernels.AttentionLayer(
-        spec.num_heads // tp,
+        heads,
         kv_heads,
         size,
         spec.scale,

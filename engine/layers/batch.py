@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -24,6 +24,16 @@ class KVBlocks(NamedTuple):
     """`[requests, max_blocks]`; blocks before the window of all queries of a request may have any value."""
 
 
+class RecentTokens(NamedTuple):
+    """Where a step's tokens are before their blocks are complete and stored in 4 bits: see `quire.kernels.int4_kv`."""
+
+    slots: Tensor
+    """`[tokens]`, as `KVBlocks.slot_mapping`, in `LayerCache.recent`."""
+    moves: Tensor | None = None
+    """`[2, moves]`, blocks there, and where their contents are moved before the tokens are stored; None: all tokens are
+    in blocks of their request slots."""
+
+
 class AttentionMetadata(NamedTuple):
     """A step as an attention layer sees it: the blocks of its KV cache group, and the tokens of each sequence.
 
@@ -42,6 +52,8 @@ class AttentionMetadata(NamedTuple):
     """As in `Batch`."""
     key_ends: Tensor | None = None
     """As in `Batch`, for all queries."""
+    recent: RecentTokens | None = None
+    """As in `Batch`, for all queries."""
 
     @property
     def paged(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,8 +64,10 @@ class AttentionMetadata(NamedTuple):
         """The same with one query for each sequence: its last token."""
         starts = torch.arange(len(self.query_starts), device=self.query_starts.device)
         host = None if self.host is None else HostMetadata(np.ones_like(self.host.counts), self.host.lengths, {})
-        ends = None if self.key_ends is None else self.key_ends[self.query_starts[1:] - 1]
-        return self._replace(query_starts=starts, host=host, key_ends=ends)
+        last = self.query_starts[1:] - 1
+        ends = None if self.key_ends is None else self.key_ends[last]
+        recent = None if self.recent is None else self.recent._replace(slots=self.recent.slots[last])
+        return self._replace(query_starts=starts, host=host, key_ends=ends, recent=recent)
 
     def sequences(self, begin: int, end: int, rows: slice) -> AttentionMetadata:
         """Only these sequences, whose tokens are `rows`."""
@@ -66,6 +80,7 @@ class AttentionMetadata(NamedTuple):
             starts - starts[0],
             HostMetadata(counts[begin:end], lengths[begin:end]),
             None if self.key_ends is None else self.key_ends[rows],
+            None if self.recent is None else self.recent._replace(slots=self.recent.slots[rows]),
         )
 
     def host_metadata(self) -> HostMetadata:
@@ -103,6 +118,9 @@ class SharedResults:
     """Each layer of latent attention with an indexer replaces it."""
     chunks: dict[int, AttentionMetadata] = field(default_factory=dict)
     """For KV cache groups of layers with chunked attention, the metadata of all queries of the step."""
+    own_metadata: dict[tuple[int, bool], AttentionMetadata] = field(default_factory=dict)
+    """For KV cache groups whose tokens are divided among ranks, and whether queries attend to no later tokens, which
+    layers of one group may differ in; see `engine.layers.context_parallel`."""
 
 
 class BatchAdapters(NamedTuple):
@@ -156,6 +174,10 @@ class Batch:
     tokens of a run of features attend to each other in both directions; None: each token's own is its last."""
     adapters: BatchAdapters | None = None
     """None: no row has an adapter."""
+    recent: RecentTokens | None = None
+    """None: the cache is not in 4 bits."""
+    on_layer: Callable[[int], None] | None = None
+    """Called when a layer has been computed (on a GPU: launched), with its number in the stage. Only `Decoder` does."""
     shared: SharedResults = field(default_factory=SharedResults)
     """Each forward pass begins with new ones."""
 
@@ -174,7 +196,8 @@ class Batch:
         """For the attention layers of this KV cache group."""
         blocks = self.groups[group]
         assert isinstance(blocks, KVBlocks)
-        return AttentionMetadata(*blocks, self.sequence_lengths, self.query_starts, self.host, self.key_ends)
+        lengths, starts = self.sequence_lengths, self.query_starts
+        return AttentionMetadata(*blocks, lengths, starts, self.host, self.key_ends, self.recent)
 
     def segments(self, group: int) -> StateSegments:
         """For the layers with a recurrent state of this KV cache group."""

@@ -65,4 +65,4 @@ def by_chunks(metadata: AttentionMetadata, num_queries: int, chunk: int, block_s
         query_starts = F.pad(torch.from_numpy(own_counts.cumsum()), (1, 0)).to(device)
     columns = chunks[:, None] * (chunk // block_size) + torch.arange(width, device=device)
     tables = rows.gather(1, columns.clamp(max=rows.shape[1] - 1))
-    return AttentionMetadata(metadata.slot_mapping, tables, lengths, query_starts, host)
+    return metadata._replace(block_tables=tables, sequence_lengths=lengths, query_starts=query_starts, host=host)

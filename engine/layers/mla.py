@@ -16,6 +16,7 @@ after it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers import context_parallel
 from quire.engine.layers.batch import AttentionMetadata, Batch, Selection
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.group_indexer import tokens_of_groups
@@ -38,8 +40,9 @@ from quire.engine.layers.linear import ColumnParallelLinear, Linear
 from quire.engine.layers.norm import RMSNorm, make_norm
 
 Ints = npt.NDArray[np.int64]
-_ABSORBED, _PLAIN, _SPARSE = range(3)
-"""How a request's attention is computed."""
+_ABSORBED, _PLAIN, _SPARSE, _GATHERED = range(4)
+"""How a request's attention is computed. `_GATHERED`: sparse attention to the rows of all ranks that divide them, which
+are gathered."""
 
 
 class PerHeadUp(ColumnParallelLinear):
@@ -173,7 +176,7 @@ class MLA(nn.Module):
 
     def __init__(self, spec: attention_spec.MLASpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._spec, self._heads = spec, spec.num_heads // parallel.size
+        self._spec, self._heads, self._context = spec, spec.num_heads // parallel.size, parallel.context
         own = FromSpec(spec.parameters(hidden_size), parallel)
         self.query_norm = None if spec.q_lora_rank is None else make_norm(spec.norm, spec.q_lora_rank)
         self.down, self.query = own.column_parallel("attention.down"), own.column_parallel("attention.query")
@@ -195,6 +198,9 @@ class MLA(nn.Module):
         # Saving of the plain form per query; each key costs the computation of its keys and values.
         cheaper = 2 * (spec.kv_lora_rank + spec.rope.dim) - 2 * spec.head_dim
         self._plain_from = spec.kv_lora_rank * (spec.qk_nope_head_dim + spec.v_head_dim) // max(cheaper, 1)
+        heads = self._heads * self._context.size
+        gathered = attention_spec.GATHERED_AT_ONCE // (heads * (spec.kv_lora_rank + spec.rope.dim))
+        self._absorbed_at_once = max(1, gathered) if self._context.size > 1 else sys.maxsize
 
     @property
     def reads_input(self) -> Linear | None:
@@ -204,9 +210,10 @@ class MLA(nn.Module):
 
     def forward(self, x: Tensor | kernels.RoundedRows, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> Tensor:
         """`[tokens, hidden_size]` → the same; writes the tokens' rows to this layer's `cache`, whose memory is
-        `[1, blocks, 1, block_size, row]`."""
+        `[1, blocks, 1, rows of a block, row]`."""
         spec, hidden, metadata, memory = self._spec, x, batch.attention(cache.group), cache.memory
         assert memory is not None
+        kept = context_parallel.own_metadata(batch, cache.group, memory.shape[3], self._context)
         adapters = batch.adapters_of()
         gate = None if self.gate is None else self.gate(x, adapters).unflatten(-1, (self._heads, spec.gate_dim))
         down = self.down(x, adapters)
@@ -230,9 +237,9 @@ class MLA(nn.Module):
         latent = self.latent_norm(latent)
         latent = latent if spec.latent_multiplier == 1.0 else latent * spec.latent_multiplier
         key = torch.cat((rotary_key, latent), dim=-1)[:, None]
-        query = kernels.rotary_write_kv(query, key, None, cos_sin, memory, metadata.slot_mapping)
+        query = kernels.rotary_write_kv(query, key, None, cos_sin, memory, kept.slot_mapping)
         selection = Selection() if spec.top_k is None else batch.shared.selection
-        mixed = self._attend(query, metadata, memory, selection, self.up.slots(adapters))
+        mixed = self._attend(query, metadata, memory, selection, self.up.slots(adapters), kept)
         if gate is not None:
             mixed = mixed * gate.float().sigmoid().to(mixed.dtype)
         out: Tensor = self.output(mixed.flatten(1), adapters)
@@ -245,42 +252,48 @@ class MLA(nn.Module):
         memory: Tensor,
         selection: Selection,
         adapters: Tensor | None = None,
+        kept: AttentionMetadata | None = None,
     ) -> Tensor:
         """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request. `adapters`
-        are the slots of the tokens as of `PerHeadUp.slots`."""
+        are the slots of the tokens as of `PerHeadUp.slots`. `kept`: the metadata of the rows that this rank has; None:
+        it has all."""
         (counts, lengths, _), (slots, selected) = metadata.host_metadata(), selection
+        kept = kept or metadata
         is_plain = (counts >= self._plain_from) & (self._spec.window is None)  # the plain form reads all rows
         forms = np.where(is_plain, _PLAIN, _ABSORBED)
         if slots is not None:
-            forms[lengths > slots.shape[1]] = _SPARSE
-        if not (forms != _ABSORBED).any():
-            return self.absorbed(query, metadata, memory, adapters)
+            is_long, sent = lengths > slots.shape[1], 3 * counts * self._heads * self._context.size
+            forms[is_long] = _SPARSE
+            if self._context.size > 1:  # queries and results of more tokens would be more than the rows
+                forms[is_long & (counts > 1) & (sent > lengths)] = _GATHERED
+        if not (forms != _ABSORBED).any() and len(query) <= self._absorbed_at_once:
+            return self.absorbed(query, kept, memory, adapters)
         starts = [0, *counts.cumsum().tolist()]
         mixed = query.new_empty(*query.shape[:2], self._spec.v_head_dim)
         for first, last, rows in metadata.runs(forms):
-            if slots is not None and forms[first] == _SPARSE:
+            if slots is not None and forms[first] in (_SPARSE, _GATHERED):
                 assert selected is not None
                 of_rows = None if adapters is None else adapters[rows]
-                mixed[rows] = self.sparse(query[rows], slots[rows], selected[rows], memory, of_rows)
+                if forms[first] == _SPARSE:
+                    mixed[rows] = self.sparse(query[rows], slots[rows], selected[rows], memory, of_rows)
+                    continue
+                for number in range(first, last):
+                    rows = slice(starts[number], starts[number + 1])
+                    of_rows = None if adapters is None else adapters[rows]
+                    blocks = -(-int(lengths[number]) // (memory.shape[3] * self._context.size))
+                    given = memory, metadata.block_tables[number, :blocks], slots[rows], query.dtype, self._context
+                    whole, own_slots = context_parallel.gather_rows(*given)
+                    mixed[rows] = self.sparse(query[rows], own_slots, selected[rows], whole, of_rows, Parallel())
                 continue
             is_plain = forms[first] == _PLAIN
-            for begin, end in self._group_requests(lengths, first, last) if is_plain else [(first, last)]:
+            keys_at_once = attention_spec.KEYS_AND_VALUES_AT_ONCE // (2 * self._spec.head_dim * self._heads)
+            sizes, most = (lengths, keys_at_once) if is_plain else (counts, self._absorbed_at_once)
+            for begin, end in _group_requests(sizes, most, first, last):
                 rows = slice(starts[begin], starts[end])
-                form = self.plain if is_plain else self.absorbed
+                form, own = (self.plain, metadata) if is_plain else (self.absorbed, kept)
                 of_rows = None if adapters is None else adapters[rows]
-                mixed[rows] = form(query[rows], metadata.sequences(begin, end, rows), memory, of_rows)
+                mixed[rows] = form(query[rows], own.sequences(begin, end, rows), memory, of_rows)
         return mixed
-
-    def _group_requests(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """The requests from `first` to `last` in as few groups as possible whose keys and values fit in memory
-        at once."""
-        begin, total = first, 0
-        for number in range(first, last):
-            total += int(lengths[number])
-            if number > begin and self._max_heads(total) < self._heads:
-                yield begin, number
-                begin, total = number, int(lengths[number])
-        yield begin, last
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """`[heads, plain_dim, latent_dim]` for the keys, `[heads, value_dim, latent_dim]` for the values."""
@@ -317,20 +330,28 @@ class MLA(nn.Module):
         return torch.cat(found)
 
     def sparse(
-        self, query: Tensor, slots: Tensor, counts: Tensor, memory: Tensor, adapters: Tensor | None = None
+        self,
+        query: Tensor,
+        slots: Tensor,
+        counts: Tensor,
+        memory: Tensor,
+        adapters: Tensor | None = None,
+        context: Parallel | None = None,
     ) -> Tensor:
         """Like `absorbed`, but each query attends only to the rows in the first `counts` `[tokens]` of its `slots`
-        `[tokens, top_k]`."""
-        spec, (keys, values) = self._spec, self._matrices()
+        `[tokens, top_k]`. The ranks of `context` have them; None: the layer's."""
+        spec, (keys, values), context = self._spec, self._matrices(), context or self._context
         sinks = None if self.sinks is None else self.sinks.float()
         sides = memory.expand(2, *memory.shape[1:])
         mixed = query.new_empty(*query.shape[:2], spec.v_head_dim)
-        size = max(1, attention_spec.KEYS_AND_VALUES_AT_ONCE // (self._heads * (spec.rope.dim + spec.kv_lora_rank)))
+        heads = self._heads * context.size
+        size = max(1, attention_spec.KEYS_AND_VALUES_AT_ONCE // (heads * (spec.rope.dim + spec.kv_lora_rank)))
         for start in range(0, len(query), size):
             rows = slice(start, start + size)
             of_rows = None if adapters is None else adapters[rows]
             latent = self._latent_query(query[rows], keys, of_rows)
-            found = kernels.sparse_attention(latent, sides, slots[rows], counts[rows], spec.scale, sinks)
+            given = latent, sides, slots[rows], counts[rows], spec.scale, context, sinks
+            found = context_parallel.attend_to_selected(*given)
             mixed[rows] = self._values(found, values, of_rows)
         return mixed
 
@@ -339,13 +360,13 @@ class MLA(nn.Module):
     ) -> Tensor:
         """Attend with one KV head whose keys and values are the rows of the cache."""
         spec, (keys, values) = self._spec, self._matrices()
-        mixed = kernels.paged_attention(
+        mixed = context_parallel.attend(
             self._latent_query(query, keys, adapters),
             memory.expand(2, *memory.shape[1:]),
-            *metadata.paged,
+            metadata,
             spec.scale,
+            self._context,
             window=spec.window or 0,
-            host=metadata.host,
             sinks=None if self.sinks is None else self.sinks.float(),
         )
         return self._values(mixed, values, adapters)
@@ -358,11 +379,13 @@ class MLA(nn.Module):
 
         They are stored in blocks like the cache's, one request after another.
         """
-        spec, size, lengths = self._spec, memory.shape[3], metadata.host_metadata().lengths
+        spec, size, lengths = self._spec, memory.shape[3] * self._context.size, metadata.host_metadata().lengths
         blocks = -(-lengths // size)
         tables = [table[:count] for table, count in zip(metadata.block_tables, blocks.tolist(), strict=True)]
         total = int(blocks.sum())
-        rows = kernels.read_kv(memory[0], torch.cat(tables), total * size, query.dtype)[:, 0]  # [total * size, row]
+        rows = context_parallel.read_rows(
+            memory[0], torch.cat(tables), query.dtype, self._context
+        )  # [total * size, row]
         rotary, latent = rows.split_with_sizes((spec.rope.dim, spec.kv_lora_rank), dim=-1)
         of_each = (metadata.sequence_lengths + size - 1) // size
         number = torch.arange(int(blocks.max()), device=query.device)
@@ -405,3 +428,14 @@ class MLA(nn.Module):
         most = self._max_heads(length)
         for start in range(0, self._heads, most):
             yield slice(start, start + most)
+
+
+def _group_requests(sizes: Ints, most: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """The requests from `first` to `last` in as few groups as possible of `most` together, or of one request."""
+    begin, total = first, 0
+    for number in range(first, last):
+        total += int(sizes[number])
+        if number > begin and total > most:
+            yield begin, number
+            begin, total = number, int(sizes[number])
+    yield begin, last

@@ -148,6 +148,8 @@ class Decoder(nn.Module):
             x, residual = layer(x, residual, step)
             if batch.media_tokens is not None and features and number in self._levels:
                 x = x.index_add(0, batch.media_tokens, features[self._levels[number]])
+            if batch.on_layer is not None:
+                batch.on_layer(number)
         x = x if residual is None else residual + x
         kept[len(self.layers)] = x
         return self._joined(x, given, kept)

@@ -18,15 +18,18 @@ from quire.engine.distributed.threads import ThreadExpertCommunicator, ThreadPar
 T = TypeVar("T")
 
 
-def on_ranks(size: int, work: Callable[[Parallel], T]) -> list[T]:
-    """The results of `work` on each of `size` ranks, run side by side without gradients."""
-    stage = _stage(size)
+def on_ranks(size: int, work: Callable[[Parallel], T], context: int = 1) -> list[T]:
+    """The results of `work` on each of `size` ranks, run side by side without gradients. `context` successive ranks
+    divide the tokens of the cache."""
+    stage = _stage(size, context)
     return _side_by_side(size, lambda rank: work(stage[rank]), _barriers(stage))
 
 
-def expert_groups(dp: int, tp: int, config: ExpertParallelConfig) -> tuple[list[ExpertGroup], list[threading.Barrier]]:
+def expert_groups(
+    dp: int, tp: int, config: ExpertParallelConfig, context: int = 1
+) -> tuple[list[ExpertGroup], list[threading.Barrier]]:
     """The expert groups of the ranks of a stage in `dp` replicas, and the barriers to break when one of the ranks
-    fails."""
+    fails. `context` successive ranks divide the tokens of the cache."""
     barriers: list[threading.Barrier] = []
 
     def peers(size: int) -> list[ExpertCommunicator]:
@@ -36,7 +39,7 @@ def expert_groups(dp: int, tp: int, config: ExpertParallelConfig) -> tuple[list[
         shared: list[list[Tensor]] = [[]] * size
         return [ThreadExpertCommunicator(rank, size, barriers[-1], shared) for rank in range(size)]
 
-    stages = [_stage(tp) for _ in range(dp)]
+    stages = [_stage(tp, context) for _ in range(dp)]
     for stage in stages:
         barriers += _barriers(stage)
     columns, everyone = [peers(dp) for _ in range(tp)], peers(dp * tp)
@@ -54,15 +57,21 @@ def on_replicas(dp: int, tp: int, config: ExpertParallelConfig, work: Callable[[
     return _side_by_side(dp * tp, lambda rank: work(groups[rank]), barriers)
 
 
-def _stage(size: int) -> list[Parallel]:
+def _stage(size: int, context: int = 1) -> list[Parallel]:
     if size == 1:
         return [Parallel()]
     barrier, shared = threading.Barrier(size), [torch.empty(0)] * size
-    return [ThreadParallel(rank, size, barrier, shared) for rank in range(size)]
+    ranks: list[Parallel] = [ThreadParallel(rank, size, barrier, shared) for rank in range(size)]
+    if context > 1:
+        for first in range(0, size, context):
+            for rank, own in zip(ranks[first : first + context], _stage(context), strict=True):
+                rank.context = own
+    return ranks
 
 
 def _barriers(stage: list[Parallel]) -> list[threading.Barrier]:
-    return [rank._barrier for rank in stage[:1] if isinstance(rank, ThreadParallel)]
+    every = [group for rank in stage for group in (rank, rank.context)]
+    return [each._barrier for each in every if isinstance(each, ThreadParallel)]
 
 
 def _side_by_side(size: int, work: Callable[[int], T], barriers: list[threading.Barrier]) -> list[T]:

@@ -54,7 +54,7 @@ class ThreadExecutor:
         queues: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(stages)] for _ in range(tp)]
         for stage in range(stages):
             spread = parallel.experts or ExpertParallelConfig()
-            groups, _ = expert_groups(1, tp, spread)
+            groups, _ = expert_groups(1, tp, spread, parallel.decode_context_parallel_size)
             for rank, group in enumerate(groups):
                 experts = None if parallel.experts is None else group
                 links = ParallelState(group.tp, QueuePipeline(stage, stages, queues[rank]), experts)

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from quire import kernels
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.layers.batch import Batch
 from quire.engine.layers.kv_cache import LayerCache
@@ -208,24 +207,20 @@ class PagedAttention:
     ) -> Tensor:
         """Run call `number` of the step."""
         assert self._batch is not None
-        cache = self._caches[number].memory
-        assert cache is not None
-        metadata = self._batch.attention(self._caches[number].group)
+        cache = self._caches[number]
         value_dim, size = value.shape[-1], max(query.shape[-1], value.shape[-1])
         if query.shape[-1] != value_dim:  # the cache's keys and values have the same size
             query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
         no_rotation = torch.empty(len(query), 0, device=query.device)
-        query = kernels.rotary_write_kv(query, key, value, no_rotation, cache, metadata.slot_mapping)
-        mixed = kernels.paged_attention(
+        query = cache.write(query, key, value, no_rotation, self._batch)
+        mixed = cache.attend(
             query.contiguous(),
-            cache,
-            *metadata.paged,
+            self._batch.attention(cache.group),
             settings.scale,
             window=settings.window,
             softcap=settings.softcap,
             sinks=None if terms.sinks is None else terms.sinks.float().contiguous(),
             biases=None if terms.biases is None else terms.biases.to(query.dtype),
-            host=metadata.host,
         )
         return mixed[..., :value_dim]
 

@@ -13,7 +13,7 @@ from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.batch import AttentionMetadata, Batch, KVBlocks, Selection
+from quire.engine.layers.batch import AttentionMetadata, Batch, BatchAdapters, KVBlocks, Selection
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary
@@ -179,12 +179,18 @@ class SparsePrefill(nn.Module):
         super().__init__()
         self.attention = MLA(replace(SPEC, top_k=top_k, indexer=INDEXER), HIDDEN, parallel)
 
+        self._rows_of_a_block = BLOCK // parallel.context.size
+
     def forward(self, x: Tensor) -> Tensor:
         steps = batch_of([0, 0], [17, 8])[0], batch_of([17, 8], [3, 1])[0]
         blocks = int(steps[1].attention(0).block_tables.max()) + 1
         keys = kernels.allocate_kv_cache(1, blocks, 1, BLOCK, INDEXER.head_dim, torch.float32, x.device, 1)[0]
-        cache, outs = LayerCache(cache_of(blocks), keys=keys), []
+        cache, outs = LayerCache(cache_of(blocks)[:, :, :, : self._rows_of_a_block].contiguous(), keys=keys), []
         for step, part in zip(steps, x.split_with_sizes([25, 4]), strict=True):
+            if self.attention.up.pool is not None:
+                of_first, of_second = step.query_starts.diff().tolist()
+                rows = kernels.AdapterRows.of(torch.tensor([1] * of_first + [0] * of_second), 2)
+                step = replace(step, adapters=BatchAdapters(rows, rows, rows))
             outs.append(self.attention(part, step, Rotary(SPEC.rope, 100)(step.positions), cache))
         return torch.cat(outs)
 
@@ -192,6 +198,29 @@ class SparsePrefill(nn.Module):
 @pytest.mark.parametrize("top_k", [5, 12, 18, 40])
 def test_sparse_attention_with_heads_cut_over_the_ranks(top_k: int) -> None:
     check(lambda parallel: SparsePrefill(top_k, parallel), torch.randn(29, HIDDEN))
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_ranks_divide_the_rows_of_sparse_attention(has_adapters: bool) -> None:
+    """With adapters of the projection of the latent; the rows of the longer request are gathered."""
+    width = SPEC.num_heads * (SPEC.qk_nope_head_dim + SPEC.v_head_dim)
+    changes = [(torch.randn(2, SPEC.kv_lora_rank), 0.3 * torch.randn(width, 2)) for _ in range(2)]
+
+    def build(parallel: Parallel) -> nn.Module:
+        layer = fill(SparsePrefill(5, parallel))
+        assert isinstance(layer, SparsePrefill)
+        if has_adapters:
+            own = width // parallel.size
+            pool = kernels.LowRankPool.allocate(2, 4, SPEC.kv_lora_rank, [own], torch.float32, torch.device("cpu"), 2)
+            for slot, (a, b) in enumerate(changes):
+                pool.assign(slot, 2 * slot, [(a, b[own * parallel.rank :][:own])])
+            layer.attention.up.pool = pool
+        return layer
+
+    x = torch.randn(29, HIDDEN)
+    [expected] = on_ranks(1, lambda parallel: build(parallel)(x))
+    for result in on_ranks(2, lambda parallel: build(parallel)(x), context=2):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_selection_of_all_tokens_changes_nothing() -> None:

@@ -17,7 +17,7 @@ from tests.fakes.model_logits import CPU, configure
 from tests.fakes.plans import Driver, Request, executing
 from tests.fakes.rank_processes import Ranks
 
-LAYOUTS = ((2, None), (1, "2,4"), (2, "3,3"))
+LAYOUTS = ((2, None, 1), (1, "2,4", 1), (2, "3,3", 2))
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2"))  # tied, one KV head, a padded vocabulary
 
 
-@pytest.mark.parametrize(("tp", "partition"), LAYOUTS)
-def test_tokens_are_those_of_one_rank(tp: int, partition: str | None, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp", "partition", "context"), LAYOUTS)
+def test_tokens_are_those_of_one_rank(
+    tp: int, partition: str | None, context: int, folder: Path, tmp_path: Path
+) -> None:
     rng = random.Random(2)
     prompts = [[rng.randrange(130) for _ in range(length)] for length in (3, 20, 41)]
     expected = generate(folder, prompts, 10)
@@ -35,6 +37,7 @@ def test_tokens_are_those_of_one_rank(tp: int, partition: str | None, folder: Pa
         tensor_parallel_size=tp,
         pipeline_parallel_size=1 if partition is None else 2,
         pipeline_layer_partition=partition,
+        decode_context_parallel_size=context,
         block_size=4,
         max_num_seqs=8,
         max_model_len=128,

@@ -60,12 +60,16 @@ SIZES = {
 }
 
 
+DIVIDED = {"DeepSeek-V2-Lite": [(8, 1, 4)], "DeepSeek-V3.2": [(8, 2, 8)], "Qwen3-Next-80B-A3B-Instruct": [(8, 2, 2)]}
+"""Layouts in which ranks divide the tokens of blocks."""
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_ranks_store_each_byte_once(name: str) -> None:
     one = kv_layout(configured(name))
     assert [kind.size for kind in one.kinds] == SIZES[name]
-    for tp, pp in ((1, 1), (1, 3), (2, 2), (8, 1)):
-        config = configured(name, tp, pp)
+    for tp, pp, context in ((1, 1, 1), (1, 3, 1), (2, 2, 1), (8, 1, 1), *DIVIDED.get(name, ())):
+        config = configured(name, tp, pp, decode_context_parallel_size=context)
         layout, ranks = kv_layout(config), [rank_copies(config, rank) for rank in range(tp * pp)]
         assert layout.signature == one.signature
         for number, kind in enumerate(layout.kinds):
@@ -85,6 +89,7 @@ def test_the_signature_has_what_changes_the_bytes() -> None:
     others: list[dict[str, Any]] = [
         {"block_size": 32},
         {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "int4"},
         {"kv_cache_dtype": "float32"},
         {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
         {"quantization": "int8", "kv_cache_dtype": "bfloat16"},

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from quire.engine.layers.batch import AttentionMetadata
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers import context_parallel
+from quire.engine.layers.batch import AttentionMetadata, Batch, KVBlocks
 from quire.engine.layers.chunked_attention import by_chunks
-from quire.kernels import HostMetadata
+from quire.kernels import HostMetadata, StateSegments
 
 CHUNK, BLOCK = 8, 4
 
@@ -59,3 +63,18 @@ def test_a_query_attends_to_its_chunk(counts: list[int], has_host: bool) -> None
     lengths = [1, 7, 8, 9, 16, 17]
     found = by_chunks(requests(counts, lengths, has_host=has_host), sum(counts), CHUNK, BLOCK)
     assert attended(found) == expected(counts, lengths)
+
+
+def test_layers_of_a_group_may_attend_to_later_tokens_or_not() -> None:
+    """Ranks that divide the tokens of blocks count the keys of each layer's own queries."""
+    tokens = torch.arange(6)
+    blocks: dict[int, KVBlocks | StateSegments] = {0: KVBlocks(tokens, torch.tensor([[0, 1]]))}
+    starts = torch.tensor([0, 6])
+    both_ways = Batch(tokens, tokens, starts[1:], starts, starts[:1], blocks, key_ends=torch.tensor([1, 5, 5, 5, 5, 6]))
+    causal = replace(both_ways, key_ends=None)  # as `Decoder` has it: with the same shared results
+    context = Parallel()
+    context.size = 2
+    for batch, own in ((both_ways, [1, 3, 3, 3, 3, 4]), (causal, [1, 2, 2, 2, 3, 4])):
+        ends = context_parallel.own_metadata(batch, 0, 2, context).key_ends
+        assert ends is not None
+        assert ends.tolist() == own

@@ -1,0 +1,86 @@
+"""Checks decode context parallelism: whether ranks of a stage can divide the tokens of a model's cache. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.engine.architecture.attention_spec import AnyAttentionSpec, AttentionSpec, MLASpec
+from quire.engine.architecture.encoder_spec import EncoderSpec
+from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
+from quire.engine.config.engine_config import DTYPE_BYTES, ModelConfig, ParallelConfig, SpeculativeConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.protocol.errors import ConfigError
+
+
+def check(
+    options: EngineOptions,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    speculative: SpeculativeConfig | None,
+    dtype: str,
+) -> None:
+    """Check --decode-context-parallel-size for a cache of type `dtype`, and the draft model's if its ranks divide
+    tokens, too. Raises `ConfigError`."""
+    size, tp = parallel.decode_context_parallel_size, parallel.tensor_parallel_size
+    if size == 1:
+        return
+    flag = f"--decode-context-parallel-size {size}"
+    if tp % size:
+        raise ConfigError(f"{flag} does not divide the {tp} ranks of a stage (--tensor-parallel-size)")
+    if options.block_size % size:
+        raise ConfigError(f"{flag} does not divide the {options.block_size} tokens of a block (--block-size)")
+    if dtype not in (*DTYPE_BYTES, "int8", "fp8"):
+        raise ConfigError(f"{flag} is not supported with --kv-cache-dtype {dtype}; use int8, fp8 or auto")
+    if reason := _problem(model.architecture, tp, size, model.max_model_len):
+        raise ConfigError(f"{flag} is not supported for {model.architecture.name}: {reason}")
+    drafter = None if speculative is None else speculative.model
+    if drafter is None or speculative is None or (size := parallel.context_size(speculative.tensor_parallel_size)) == 1:
+        return
+    if reason := _problem(drafter.architecture, tp, size, model.max_model_len):
+        remedy = "; use draft_tensor_parallel_size 1 in --speculative-config" * (speculative.method == "draft_model")
+        raise ConfigError(f"{flag} is not supported for the drafter {drafter.architecture.name}: {reason}{remedy}")
+
+
+def _problem(arch: ModelSpec, tp: int, size: int, length: int) -> str:
+    """Why `size` ranks cannot divide the tokens of a model; "" if they can."""
+    if isinstance(arch, TransformersModelSpec):
+        return "transformers' implementation (--model-impl) has attention of its own"
+    attentions = dict.fromkeys(_attentions(arch))
+    if not attentions or isinstance(arch, EncoderSpec):
+        return "it has no KV cache of attention"
+    for attention in attentions:
+        if feature := _unsupported(attention, length):
+            return f"{feature} is not supported"
+        if (copies := _copies(attention, tp)) % size:
+            heads = attention.num_kv_heads if isinstance(attention, AttentionSpec) else 1
+            at_most = f"{copies} ranks have" if copies > 1 else "no two ranks have"
+            return f"with {heads} KV heads over {tp} ranks (--tensor-parallel-size), {at_most} the same one"
+    return ""
+
+
+def _attentions(arch: ModelSpec) -> Iterable[AnyAttentionSpec]:
+    return [layer.attention for layer in arch.layers if layer.attention is not None]
+
+
+def _copies(attention: AnyAttentionSpec, tp: int) -> int:
+    """How many ranks have the same KV heads."""
+    return max(1, tp // attention.num_kv_heads) if isinstance(attention, AttentionSpec) else tp
+
+
+def _unsupported(attention: AnyAttentionSpec, length: int) -> str:
+    """The property of attention that needs all tokens, or their positions, on a rank; "" if there is none."""
+    if not isinstance(attention, AttentionSpec | MLASpec):
+        return "compressed attention"
+    if attention.window and attention.window < length:
+        return (
+            "chunked attention" if isinstance(attention, AttentionSpec) and attention.is_chunked else "a sliding window"
+        )
+    if isinstance(attention, MLASpec):
+        return ""
+    if attention.top_k is not None:
+        return "sparse attention over KV heads"
+    if attention.is_chunked:
+        return "chunked attention"
+    if attention.alibi or attention.num_biases:
+        return "a bias that depends on the distance of keys"
+    return "" if not attention.has_own_sinks else "a sink of each query"
