@@ -68,8 +68,8 @@ def resolve_address(host: str) -> str:
     """Return the IP address of a host name; raises `ConfigError`."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+    except (OSError, UnicodeError) as error:  # one that IDNA cannot encode
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise ConfigError(f"{host}: {reason}; expected the address or the name of a host") from None
 
 

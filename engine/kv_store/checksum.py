@@ -10,3 +10,8 @@ CHECKSUM_BYTES = 16
 def checksum(content: bytes | bytearray | memoryview) -> bytes:
     """Return `CHECKSUM_BYTES` bytes that are others when the content has changed by accident (XXH3, 128 bits)."""
     return xxh3_128_digest(content)
+
+
+def bind(checksum: bytes, link: bytes, kind: int) -> bytes:
+    """Return a checksum of an entry with this checksum: that of another entry differs, also if the bytes do not."""
+    return xxh3_128_digest(b"%b%b%d" % (checksum, link, kind))

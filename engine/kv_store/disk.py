@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 import uuid
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,6 +176,8 @@ class DiskTier:
         self._unlisted, self._next_list, self._next_warning = "", 0.0, 0.0
         self._unwritten, self._next_write = "", 0.0
         self._room, self._room_end = 0, 0.0  # what the disk had room for, and until when that is believed
+        self.changed: deque[KVEntry] = deque()
+        """Entries that have come or gone; whoever follows them takes them out."""
 
     @property
     def used_bytes(self) -> int:
@@ -195,6 +197,10 @@ class DiskTier:
     def __contains__(self, entry: KVEntry) -> bool:
         """Whether the entry is there, as far as is known, and can be read at present."""
         return entry in self._places and not self._unlisted and not self._hanging()
+
+    def holds(self, entry: KVEntry) -> bool:
+        """Whether the entry is there, as far as is known, and could be read if the disk answers."""
+        return entry in self._places
 
     def scan(self) -> bool:
         """Look at the folder for some time: what other servers have written and removed, and what earlier ones have
@@ -414,12 +420,14 @@ class DiskTier:
         file.entries = tuple(entries)
         for entry in entries:
             self._places.setdefault(entry, file)
+        self.changed.extend(entries)
 
     def _forget_entries(self, file: _EntryFile) -> None:
         """With the lock."""
         for entry in file.entries or ():
             if self._places.get(entry) is file:
                 del self._places[entry]
+                self.changed.append(entry)
                 self._has_lost = True
         file.entries = None
 

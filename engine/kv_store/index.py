@@ -6,6 +6,10 @@ leaf of the tree, with all of its entries. The node before it becomes a leaf as 
 unless another chain goes on from it: so chains are forgotten as a whole, from the end, and what several have in common
 last.
 
+Ages are compared in *turnovers*: how often the memory has been filled since. A block deep in a chain is more costly to
+compute than one at its beginning, as it attends to all before it, and takes as many bytes; so it counts as younger, by
+a turnover for each time that its own cost is more (GreedyDual, Young 1994, with cost per byte as the credit).
+
 An entry of a window, or a state, is of use for chains that go on near it: it is also forgotten by its own age, within a
 chain whose other entries stay.
 
@@ -16,8 +20,9 @@ used longest ago first: so the disk may have more of a chain than memory.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -63,10 +68,14 @@ class _ChainBlock:
     parent: bytes
     used: int
     """When its entries, or those of a node below it, were stored, loaded or looked up."""
+    used_at: float
+    """The same, in turnovers."""
+    depth: int = 0
+    """Blocks before it, as far as memory has them."""
     entries: dict[int, Entry] = field(default_factory=dict)
     """By kind."""
-    queued: int | None = None
-    """The use with which it is in the queue of leaves."""
+    queued: tuple[float, int] | None = None
+    """The rank with which it is in the queue of leaves."""
 
 
 class Index:
@@ -76,19 +85,28 @@ class Index:
     the order of their use.
     """
 
-    def __init__(self, has_window: list[bool]) -> None:
-        """Whether each kind has a window."""
-        self._has_window = has_window
+    def __init__(
+        self,
+        has_window: list[bool],
+        on_removed: Callable[[Entry], None] = lambda entry: None,
+        shares: Sequence[float] = (),
+        doubling: float = math.inf,
+    ) -> None:
+        """Whether each kind has a window, and which part of the memory an entry of it takes. `on_removed` is called for
+        each entry that is forgotten. A block with `doubling` blocks before it costs twice as much to compute as one
+        without any."""
+        self._on_removed = on_removed
+        self._has_window, self._shares, self._doubling = has_window, shares or [0.0] * len(has_window), doubling
         self._on_disk: OrderedDict[Entry, None] = OrderedDict()
         """Entries that have been seen on disk; those first that were used or written longest ago."""
         self._nodes: dict[bytes, _ChainBlock] = {}
         self._children: Counter[bytes] = Counter()
         """Nodes below each link, which may have no node itself."""
-        self._leaves: list[tuple[int, bytes]] = []
-        """A heap by use; also of links that have no node, are no leaves, or have been used since."""
+        self._leaves: list[tuple[tuple[float, int], bytes]] = []
+        """A heap by rank; also of links that have no node, are no leaves, or have been used since."""
         self._windows: OrderedDict[Entry, None] = OrderedDict()
         """Entries of kinds with a window, the least recently used first."""
-        self._now = 0
+        self._now, self._turnovers = 0, 0.0
         self.num_entries = 0
 
     def __iter__(self) -> Iterator[Entry]:
@@ -111,7 +129,9 @@ class Index:
         """Add an entry of a block that comes after `parent`, which is empty if it is the first or not known."""
         node = self._nodes.get(entry.link)
         if node is None:
-            node = self._nodes[entry.link] = _ChainBlock(entry.link, b"", self._now)
+            before = self._nodes.get(parent)
+            depth = 0 if before is None else before.depth + 1
+            node = self._nodes[entry.link] = _ChainBlock(entry.link, b"", self._now, self._turnovers, depth)
             self._queue(node)
         if parent and not node.parent:
             node.parent = parent
@@ -120,11 +140,13 @@ class Index:
         node.entries[entry.kind] = entry
         entry.is_known = True
         self.num_entries += 1
+        self._turnovers += self._shares[entry.kind]
         self.use(entry)
 
     def use(self, entry: Entry) -> None:
         """Note that an entry is used."""
-        self._nodes[entry.link].used = entry.used = self._now
+        self.touch(entry.link)
+        entry.used = self._now
         if self._has_window[entry.kind]:
             self._windows[entry] = None
             self._windows.move_to_end(entry)
@@ -140,13 +162,14 @@ class Index:
     def touch(self, link: bytes) -> None:
         """Note that a block is looked up."""
         if (node := self._nodes.get(link)) is not None:
-            node.used = self._now
+            node.used, node.used_at = self._now, self._turnovers
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry."""
         node = self._nodes[entry.link]
         del node.entries[entry.kind]
         entry.is_known = False
+        self._on_removed(entry)
         self.num_entries -= 1
         self._windows.pop(entry, None)
         self._on_disk.pop(entry, None)
@@ -159,7 +182,7 @@ class Index:
         if not self._children[node.parent]:
             del self._children[node.parent]
         if (parent := self._nodes.get(node.parent)) is not None:
-            parent.used = max(parent.used, node.used)
+            parent.used, parent.used_at = max(parent.used, node.used), max(parent.used_at, node.used_at)
             self._queue(parent)
 
     def parent(self, link: bytes) -> bytes:
@@ -195,11 +218,11 @@ class Index:
         """The least recently used leaf with an entry that nobody uses."""
         found, in_use = None, []
         while self._leaves:
-            used, link = self._leaves[0]
+            rank, link = self._leaves[0]
             node = self._nodes.get(link)
-            if node is None or node.queued != used:
+            if node is None or node.queued != rank:
                 heapq.heappop(self._leaves)
-            elif self._children[link] or node.used != used:
+            elif self._children[link] or self._rank(node) != rank:
                 heapq.heappop(self._leaves)
                 node.queued = None
                 self._queue(node)
@@ -212,10 +235,14 @@ class Index:
             heapq.heappush(self._leaves, each)
         return found
 
+    def _rank(self, node: _ChainBlock) -> tuple[float, int]:
+        """Leaves with lower ranks are forgotten first."""
+        return node.used_at + node.depth / self._doubling, node.used
+
     def _queue(self, node: _ChainBlock) -> None:
         if node.queued is None and not self._children[node.link]:
-            node.queued = node.used
-            heapq.heappush(self._leaves, (node.used, node.link))
+            node.queued = self._rank(node)
+            heapq.heappush(self._leaves, (node.queued, node.link))
 
     def check_integrity(self) -> None:
         assert self.num_entries == sum(1 for _ in self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.engine.cluster.network import LOOPBACK, own_address, tcp_url
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process.supervisor import Process, start_process
 
@@ -19,6 +20,19 @@ class KVStoreArgs:
     folder: str
     """The server's folder for temporary files."""
     log_level: str
+    peer_address: str = ""
+    """Where other stores read from this one (`HOST:PORT`); empty: nowhere."""
+    peers: tuple[str, ...] = ()
+    """Addresses of other stores."""
+
+
+def peer_address(config: EngineConfig) -> str:
+    """Return where other servers' stores read from that of this host (`HOST:PORT`), at a loopback address without a
+    token; empty: nowhere."""
+    if config.kv_store is None or not config.kv_store.peer_port:
+        return ""
+    host = own_address() if config.parallel.cluster_token else LOOPBACK
+    return tcp_url(host, config.kv_store.peer_port).removeprefix("tcp://")
 
 
 def start_kv_store(args: KVStoreArgs) -> Process:

@@ -25,21 +25,35 @@ from typing import Any
 import msgspec
 import zmq
 
+from quire.engine.config.floors import doubling_context
 from quire.engine.config.kv_layout import KVLayout, kv_layout
 from quire.engine.config.memory_plan import format_bytes
 from quire.engine.kv_store.disk import SCAN_SECONDS, DiskTier, signature_of
 from quire.engine.kv_store.launch import KVStoreArgs
+from quire.engine.kv_store.peer_links import Peers
+from quire.engine.kv_store.peer_server import PeerServer
 from quire.engine.kv_store.store import KVStore, Lane
 from quire.engine.process import current_process, log
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.engine.protocol.errors import ConfigError, reason_of
 from quire.engine.protocol.kv_store import FromStore, ToStore
-from quire.engine.protocol.supervision import Failed, Ready, Reload, ReplicaRemoved, SetLogLevel, Shutdown, ToProcess
+from quire.engine.protocol.supervision import (
+    Failed,
+    Ready,
+    Reload,
+    ReplicaLost,
+    ReplicaRemoved,
+    SetLogLevel,
+    Shutdown,
+    ToProcess,
+)
 
 _THREADS = {Lane.SUM: 2, Lane.READ: 4, Lane.WRITE: 1}
 _BURST = 64
 """Messages of cores between two looks at everything else."""
+_TELL_SECONDS = 0.01
+"""Interval in which cores are told of a slice of the entries that wait for it."""
 _FLUSH_SECONDS = 8.0
 """Time to write to disk, at the end, what only memory has; less than the supervisor waits."""
 _DIGESTING = "the digest of the model's weights is being computed"
@@ -60,7 +74,10 @@ class StoreProcess:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pools = {lane: ThreadPoolExecutor(count, f"kv-{lane.name.lower()}") for lane, count in _THREADS.items()}
         layout = kv_layout(args.config)
-        self._store = KVStore(layout.kinds, config.memory_bytes, self._send, self._submit, on_piece=connection.beat)
+        doubling = doubling_context(args.config) / args.config.cache.block_size
+        self._store = KVStore(
+            layout.kinds, config.memory_bytes, self._send, self._submit, on_piece=connection.beat, doubling=doubling
+        )
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         # What a core cannot take is not dropped: it would keep its grants for ever.
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
@@ -75,10 +92,17 @@ class StoreProcess:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(args.address.removeprefix("ipc://"))
         self._socket.bind(args.address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._peers: Peers | None = None
         threading.Thread(target=self._listen, daemon=True, name="supervisor").start()
         if config.disk_path:
             self._store.disk_error = self._disk_error = _DIGESTING
-            threading.Thread(target=self._find_disk, args=(args, layout), daemon=True, name="weights").start()
+        if args.peers or args.peer_address:
+            self._peers = Peers(args, self._store, self._poller, self._call)
+        if config.disk_path or self._peers is not None:
+            threading.Thread(target=self._find_signature, args=(args, layout), daemon=True, name="weights").start()
         logger.info(
             "KV store: %s of memory%s, entries of %s",
             format_bytes(config.memory_bytes),
@@ -88,15 +112,19 @@ class StoreProcess:
 
     def run(self) -> None:
         """Serve the cores until the supervisor stops this process; then write what only memory has to disk."""
-        poller, next_tick = zmq.Poller(), 0.0
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+        next_tick = next_slice = 0.0
         while not self._has_ended():
             if (now := time.monotonic()) >= next_tick:
                 next_tick = now + HEARTBEAT_SECONDS
                 self._connection.beat()
                 self._tick(now)
-            events = dict(poller.poll(max(0, math.ceil((next_tick - now) * 1000))))
+                next_slice = now + _TELL_SECONDS
+            elif now >= next_slice:
+                next_slice = now + _TELL_SECONDS if self._store.tell() else next_tick
+            due = min(next_tick - now, next_slice - now, self._store.seconds_left())
+            if self._peers is not None:
+                due = min(due, self._peers.seconds_left())
+            events = dict(self._poller.poll(max(0, math.ceil(due * 1000))))
             if self._wake in events:
                 os.eventfd_read(self._wake)
             with contextlib.suppress(Empty):
@@ -104,8 +132,9 @@ class StoreProcess:
                     self._inbox.get_nowait()()
             if self._socket in events:
                 self._receive()
-            if self._stop_at is not None:
-                self._store.write(all_now=True)
+            if self._peers is not None:
+                self._peers.run(events)
+            self._store.write(all_now=self._stop_at is not None)
 
     def _has_ended(self) -> bool:
         if self._stop_at is None:
@@ -122,6 +151,8 @@ class StoreProcess:
             self._store.handle(client, self._decode(frame))
 
     def _send(self, client: bytes, message: FromStore) -> None:
+        if self._peers is not None and PeerServer.is_reader(client):
+            return self._peers.deliver(client, message)
         self._socket.send_multipart([client, self._encode(message)])  # dropped if the core is gone
 
     def _tick(self, now: float) -> None:
@@ -147,26 +178,33 @@ class StoreProcess:
 
         self._submit(Lane.WRITE, disk.scan, scanned)
 
-    def _find_disk(self, args: KVStoreArgs, layout: KVLayout) -> None:
-        """In a thread: make the disk tier, which may have to read all weights before."""
+    def _find_signature(self, args: KVStoreArgs, layout: KVLayout) -> None:
+        """In a thread: make the disk tier, and let peers be used; all weights may have to be read before."""
         config, start = args.config.kv_store, time.monotonic()
         assert config is not None
         try:
             signature = signature_of(args.config, layout)
         except ConfigError as error:
-            return self._call(partial(self._lack_disk, str(error)))
+            return self._call(partial(self._lack_signature, str(error)))
         except Exception as error:  # whatever it is, the memory can be used
             if not (is_expected := isinstance(error, OSError)):
                 logger.exception("the model's weights cannot be digested")
             reason = reason_of(error) if is_expected else f"{type(error).__name__}: {error}"
-            return self._call(partial(self._lack_disk, f"the model's weights cannot be read: {reason}"))
-        path, sizes = Path(config.disk_path), [kind.size for kind in layout.kinds]
-        disk = DiskTier(path, config.disk_bytes, signature, sizes, model=str(args.config.model.path))
-        logger.info("the disk tier is in use: the model's weights were digested in %.1f s", time.monotonic() - start)
-        self._call(partial(self._store.use_disk, disk))
+            return self._call(partial(self._lack_signature, f"the model's weights cannot be read: {reason}"))
+        seconds, sizes = time.monotonic() - start, [kind.size for kind in layout.kinds]
+        if config.disk_path:
+            path, model = Path(config.disk_path), str(args.config.model.path)
+            disk = DiskTier(path, config.disk_bytes, signature, sizes, model=model)
+            logger.info("the disk tier is in use: the model's weights were digested in %.1f s", seconds)
+            self._call(partial(self._store.use_disk, disk, config.disk_bandwidth))
+        if self._peers is not None:
+            self._call(partial(self._peers.begin, signature, sizes))
 
-    def _lack_disk(self, reason: str) -> None:
-        self._store.disk_error = reason
+    def _lack_signature(self, reason: str) -> None:
+        if self._store.disk_error:
+            self._store.disk_error = reason
+        if self._peers is not None:
+            logger.warning("the KV stores of other hosts are not in use: %s", reason)
 
     def _submit(self, lane: Lane, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Run a job in a thread of a lane (`quire.engine.kv_store.store.Submit`)."""
@@ -201,6 +239,8 @@ class StoreProcess:
         match message:
             case ReplicaRemoved(replica):
                 self._store.forget_replica(replica)
+            case ReplicaLost(replica):
+                self._store.lose_replica(replica)
             case SetLogLevel(level):
                 log.set_level(level)
             case Reload(log_config, level):

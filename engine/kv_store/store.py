@@ -6,7 +6,8 @@ result comes back to this thread.
 An entry is granted to a core, which has its ranks write it; then it is summed, and is ready. Its checksum is compared
 each time before a core gets its offset, so nothing is ever read that was not stored. An entry that somebody uses (a
 core, a job) keeps its place, even after it has been forgotten. Entries are written to disk some seconds after they
-came, those of one chain together, and are read from there into a place in memory.
+came, those of one chain together, and are read from there into a place in memory. What this host lacks is fetched from
+the stores of others (`PeerTier`), which read from this one like cores (`PeerServer`).
 
 Invariants (`check_integrity`): the places in use are those of the entries in the index and of forgotten ones that are
 still in use; an entry's pins are the loads, grants and jobs that have it.
@@ -15,6 +16,7 @@ still in use; an entry's pins are the loads, grants and jobs that have it.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,16 +30,21 @@ import msgspec
 from quire.engine.config.kv_layout import KVKind
 from quire.engine.config.kv_store_config import FILE_SHARE
 from quire.engine.kv_store.arena import Arena
-from quire.engine.kv_store.checksum import checksum
+from quire.engine.kv_store.checksum import bind, checksum
 from quire.engine.kv_store.disk import FILE_BYTES, DiskTier
-from quire.engine.kv_store.index import Entry, EntryState, Index
+from quire.engine.kv_store.index import Entry, EntryState, Index, Key
+from quire.engine.kv_store.peers import PeerTier
+from quire.engine.kv_store.tier_events import TierEvents
 from quire.engine.protocol.kv_store import (
     DISK,
     MEMORY,
+    PEER,
     ClearKV,
+    DescribeKV,
     FoundKV,
     FromStore,
     GrantedKV,
+    HeardKVTiers,
     KVCleared,
     KVEntry,
     KVStoreOpened,
@@ -48,6 +55,7 @@ from quire.engine.protocol.kv_store import (
     OfferKV,
     OpenKVStore,
     ReleaseKV,
+    SettleKV,
     StoredKV,
     ToStore,
 )
@@ -101,6 +109,10 @@ class _StoreLoad:
     parents: list[bytes]
     held: dict[int, Entry] = field(default_factory=dict)
     """By number: the entries that it has a pin on, those whose fate is not known included."""
+    waits: bool = False
+    """It waits for entries that nobody is writing yet."""
+    expected: set[int] = field(default_factory=set)
+    """Numbers of entries that are neither here nor on their way from disk, and that it waits for."""
     unread: deque[int] = field(default_factory=deque)
     """Numbers of entries that find no place before some of those that are held have been released."""
     is_released: bool = False
@@ -122,6 +134,7 @@ class _OpenCore:
     """A core that has opened the store."""
 
     replica: int
+    """Below 0: the store of another host, which gets what this one has itself."""
     incarnation: int
     client: bytes
     """The name of its connection."""
@@ -142,16 +155,29 @@ class KVStore:
         submit: Submit = run_now,
         clock: Callable[[], float] = time.monotonic,
         on_piece: Callable[[], None] = lambda: None,
+        doubling: float = math.inf,
     ) -> None:
-        """`send` sends a message to a client; for `on_piece` see `Arena`. Raises `ConfigError` if the memory is too
-        small for the model, or cannot be had."""
+        """`send` sends a message to a client; for `on_piece` see `Arena`, for `doubling` `Index`. Raises `ConfigError`
+        if the memory is too small for the model, or cannot be had."""
         self._kinds, self._send, self._submit, self._clock = kinds, send, submit, clock
         self._all_tokens = [number for number, kind in enumerate(kinds) if kind.window is None]
         self.arena = Arena(memory_bytes, [kind.size for kind in kinds], on_piece)
-        self.index = Index([kind.window is not None for kind in kinds])
+        self._events = TierEvents(len(kinds), self._has_entry, self._has_block, send)
+        self.index = Index(
+            [kind.window is not None for kind in kinds],
+            lambda entry: self._events.note(MEMORY, entry.link, entry.kind),
+            [kind.size / memory_bytes for kind in kinds],
+            doubling,
+        )
         self.disk: DiskTier | None = None
         self.disk_error = ""
         """Why there is no disk tier, although there should be one."""
+        self.peers: PeerTier | None = None
+        self.sent_peer_bytes = 0
+        self._reads_peers_at = 0.0
+        """Peers have nothing before this time."""
+        self._least_asked = 1
+        """Blocks that must be missing before peers are asked."""
         self._at: dict[int, Entry] = {}
         """By offset: entries in the index, and forgotten ones in use."""
         self._cores: dict[int, _OpenCore] = {}
@@ -161,6 +187,8 @@ class KVStore:
         """Links of the last blocks for whose entries of all tokens there was no room."""
         self._waiting: dict[Entry, list[tuple[_StoreLoad, int]]] = {}
         """Loads, with the numbers of their entries, that wait until an entry is ready."""
+        self._expected: dict[Key, dict[_StoreLoad, int]] = {}
+        """Loads that wait until an entry is stored, with its number in each."""
         self._busy: Counter[Entry] = Counter()
         """Jobs on each entry."""
         self._unwritten: dict[Entry, float] = {}
@@ -170,7 +198,8 @@ class KVStore:
         self._file_bytes = min(FILE_BYTES, memory_bytes // FILE_SHARE)
         self._is_writing = False
         self._next_write = 0.0
-        """Nothing is written before this time, after a failure."""
+        """Nothing is written before this time: after a failure, or because of the bandwidth."""
+        self._write_bandwidth = 0.0
         self._clearing = 0
         """`ClearKV` whose jobs have not ended: the disk tier is as good as empty."""
         self._unanswered: dict[_StoreClear, None] = {}
@@ -193,14 +222,19 @@ class KVStore:
         """Entries that are to be written to disk, if it can be used; those that are being written included."""
         return len(self._unwritten) + self._is_writing if self.disk is not None and not self.disk.error else 0
 
-    def use_disk(self, disk: DiskTier) -> None:
-        """Begin to use a disk tier."""
+    def use_disk(self, disk: DiskTier, bandwidth: float = 0.0) -> None:
+        """Begin to use a disk tier, and write so many bytes per second to it at most; 0: no limit."""
+        self._write_bandwidth = bandwidth
         self.disk, self._file_bytes = disk, min(self._file_bytes, disk.capacity // FILE_SHARE)
         if self._clears_disk:
             self._remove_files(disk, None)
         for entry in self.index:
             if entry.state is EntryState.READY:
                 self._save(entry)
+
+    def use_peers(self, peers: PeerTier, least: int) -> None:
+        """Begin to use the stores of other hosts, for chains of which this one lacks `least` blocks or more."""
+        self.peers, self._least_asked = peers, least
 
     def handle(self, client: bytes, message: ToStore) -> None:
         """Handle a message of a client."""
@@ -214,11 +248,19 @@ class KVStore:
                 self._look_up(core, message)
             case LoadKV():
                 self._load(core, message)
+            case SettleKV(call_id, gives_up):
+                if (load := core.loads.get(call_id)) is not None:
+                    load.waits = False
+                    self._fail_expected(load, load.expected, gives_up=gives_up)
             case ReleaseKV(call_id, numbers):
                 if (load := core.loads.get(call_id)) is not None:
                     self._release(load, numbers)
             case OfferKV():
                 self._grant(core, message)
+            case DescribeKV():
+                self._events.describe(message)
+            case HeardKVTiers(number):
+                self._events.hear(core.replica, number)
             case StoredKV():
                 if message.arena == self.arena.path:
                     self._store(core, message)
@@ -230,20 +272,41 @@ class KVStore:
         if (core := self._cores.pop(replica, None)) is None:
             return
         self._clients.pop(core.client, None)
+        self._events.forget(replica)
         for load in [*core.loads.values()]:
             self._release(load, [])
         for entry in core.grants.values():
             self._abandon(entry)
 
+    def seconds_left(self) -> float:
+        """Seconds until `write` has a file's worth to write that waits for the bandwidth alone."""
+        is_waiting = self._unwritten_bytes >= self._file_bytes and not self._is_writing and not self._clearing
+        return max(0.0, self._next_write - self._clock()) if is_waiting and self.disk is not None else math.inf
+
+    def lose_replica(self, replica: int) -> None:
+        """Let nobody wait for what a core should have stored: it has ended. Its ranks may not have: what they have been
+        granted keeps its place until they have."""
+        if (core := self._cores.get(replica)) is not None:
+            for entry in core.grants.values():
+                entry.pins += 1
+                self._abandon(entry)
+
     def tick(self) -> None:
         """Tell the cores the state of the store, and write entries that have waited; called about once a second."""
         self.write()
+        self._events.begin_turn()
+        self.tell()
         for clear in [*self._unanswered]:
             if self._clock() - clear.began > CLEAR_SECONDS:
                 self._cleared(clear, 0, self.stats().disk_error or f"not done after {CLEAR_SECONDS:g} seconds")
         stats = self.stats()
         for core in self._cores.values():
             self._send(core.client, stats)
+
+    def tell(self) -> bool:
+        """Tell the cores what the tiers have, for KV events, as much as takes little time. Returns whether there is
+        more."""
+        return self._events.tell(deque() if self.disk is None else self.disk.changed)
 
     def stats(self) -> KVStoreStats:
         """Return a copy of gauges and counters."""
@@ -254,6 +317,9 @@ class KVStore:
             stats.disk_bytes, stats.disk_capacity, stats.disk_entries = disk.used_bytes, disk.capacity, disk.num_entries
             stats.written_disk_bytes, stats.evicted_disk_entries = disk.written_bytes, disk.evicted_entries
             stats.failed_disk, stats.disk_error = disk.failed, disk.error
+        if self.peers is not None:
+            stats.peers_up, stats.peers, stats.failed_peers = self.peers.stats()
+            stats.sent_peer_bytes = self.sent_peer_bytes
         return msgspec.structs.replace(stats)
 
     # --- cores --------------------------------------------------------------------------------------------------------
@@ -269,31 +335,71 @@ class KVStore:
             core = self._cores[message.replica] = _OpenCore(message.replica, message.incarnation, client)
         self._clients.pop(core.client, None)
         self._clients[client], core.client = core, client
+        if message.has_events:
+            self._events.follow(core.replica, client)
         self._send(client, KVStoreOpened(self.arena.path, self.arena.size))
 
     def _look_up(self, core: _OpenCore, message: LookUpKV) -> None:
-        tiers, in_memory = [bytearray(len(message.links)) for _ in self._kinds], list[KVEntry]()
-        for at, link in enumerate(message.links):
-            entries = self.index.entries(link)
-            self.index.touch(link)
-            for kind, found in enumerate(tiers):
-                entry = entries.get(kind)
-                if entry is not None and entry.state is not EntryState.GRANTED:
-                    found[at] = MEMORY
-                    in_memory.append(KVEntry(link, kind))
-                elif entry is None and self._is_on_disk(link, kind):  # one that is being written cannot be read now
-                    found[at] = DISK
-            if not all(tiers[kind][at] for kind in self._all_tokens):
-                break
+        links, peers = message.links, self._usable_peers()
+        tiers = self.find(links, counts_granted=message.counts_granted)
+        in_memory = [
+            KVEntry(link, kind)
+            for kind, found in enumerate(tiers)
+            for link, tier in zip(links, found, strict=True)
+            if tier == MEMORY
+        ]
+        for entry in in_memory:
+            self.index.touch(entry.link)
         if self.disk is not None:
             self.disk.use(in_memory)  # so that the files of what is used in memory do not look old
-        self._send(core.client, FoundKV(message.call_id, [bytes(each) for each in tiers]))
+        # The longest prefix with all that may be needed to go on after it.
+        num_found = next((at + 1 for at in reversed(range(len(links))) if all(each[at] for each in tiers)), 0)
+        if peers is None or len(links) - num_found < self._least_asked:
+            return self._send(core.client, FoundKV(message.call_id, tiers))
+        start = 0 if len(self._all_tokens) < len(self._kinds) else num_found
+
+        def found(has: Sequence[bytes]) -> None:
+            elsewhere = [bytes(start) + each for each in has]
+            tiers = self.find(links, elsewhere, counts_granted=message.counts_granted)
+            self._send(core.client, FoundKV(message.call_id, tiers))
+
+        peers.look_up(links[start:], message.peer, found)
+
+    def _usable_peers(self) -> PeerTier | None:
+        """The stores of other hosts, if some may have something."""
+        is_usable = self.peers is not None and self.peers.is_usable and self._clock() >= self._reads_peers_at
+        return self.peers if is_usable else None
+
+    def find(
+        self, links: Sequence[bytes], elsewhere: Sequence[bytes] | None = None, *, counts_granted: bool = False
+    ) -> list[bytes]:
+        """Return where the entries of a chain are, as `FoundKV.tiers`. `elsewhere`: those that peers have, by kind: a
+        byte for each link. `counts_granted`: see `LookUpKV`. Nothing is younger for it."""
+        tiers = [bytearray(len(links)) for _ in self._kinds]
+        for at, link in enumerate(links):
+            entries = self.index.entries(link)
+            for kind, found in enumerate(tiers):
+                entry = entries.get(kind)
+                if entry is not None and (counts_granted or entry.state is not EntryState.GRANTED):
+                    found[at] = MEMORY
+                elif entry is None and self._is_on_disk(link, kind):  # one that is being written cannot be read now
+                    found[at] = DISK
+                elif entry is None and elsewhere is not None and elsewhere[kind][at]:
+                    found[at] = PEER
+            if not all(tiers[kind][at] for kind in self._all_tokens):
+                break
+        return [bytes(each) for each in tiers]
+
+    def locate(self, kind: int, offset: int) -> tuple[memoryview, bytes]:
+        """Return the bytes and the checksum of an entry that is loaded for somebody."""
+        return self.arena.view(kind, offset), self._at[offset].checksum
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def _load(self, core: _OpenCore, message: LoadKV) -> None:
         assert message.call_id not in core.loads
-        load = core.loads[message.call_id] = _StoreLoad(core, message.call_id, message.entries, message.parents)
+        load = _StoreLoad(core, message.call_id, message.entries, message.parents, waits=message.waits)
+        core.loads[message.call_id] = load
         self._fetch(load, range(len(message.entries)))
 
     def _fetch(self, load: _StoreLoad, numbers: Iterable[int]) -> None:
@@ -311,26 +417,35 @@ class KVStore:
                 checked.append(number)
             else:
                 self._waiting[entry].append((load, number))
-        failed, reading = list[int](), list[Entry]()
+        failed, reading, fetching = list[int](), list[Entry](), list[Entry]()
+        peers = self._usable_peers() if load.core.replica >= 0 else None
         for at, number in enumerate(missing):  # now that nothing is forgotten that the load needs, too
             key = load.entries[number]
             entry = self.index.get(key.link, key.kind)
-            if entry is None and self._is_on_disk(key.link, key.kind):
+            is_on_disk = self._is_on_disk(key.link, key.kind)
+            is_elsewhere = peers is not None and key in peers
+            if entry is None and (is_on_disk or is_elsewhere):
                 entry = self._make(key, load.parents[number] if load.parents else b"", EntryState.COMING)
                 if entry is not None:
-                    self._waiting[entry] = []
-                    reading.append(entry)
+                    self._await(entry)
+                    (reading if is_on_disk else fetching).append(entry)
                 elif load.held:
                     load.unread.extendleft(reversed(missing[at:]))
                     break
             if entry is None or entry.state is not EntryState.COMING:
-                failed.append(number)
+                if load.waits or entry is not None:
+                    load.expected.add(number)
+                    self._expected.setdefault((key.link, key.kind), {})[load] = number
+                else:
+                    failed.append(number)
             else:
                 self._hold(load, number, entry)
                 self._waiting[entry].append((load, number))
         self._answer(load, [], failed)
         self._check(load, checked)
         self._read(reading)
+        if fetching:
+            self._fetch_from_peers(fetching)
 
     def _fetch_unread(self, load: _StoreLoad) -> None:
         """Go on with a load that has found no place for all entries, as long as there are places."""
@@ -340,6 +455,29 @@ class KVStore:
             self._fetch(load, numbers)
             if len(load.unread) > left:
                 break
+
+    def _await(self, entry: Entry) -> None:
+        """An entry is coming, which loads may wait for."""
+        self._waiting[entry] = []
+        for load, number in self._expected.pop(entry.key, {}).items():
+            load.expected.discard(number)
+            self._hold(load, number, entry)
+            self._waiting[entry].append((load, number))
+
+    def _fail_expected(self, load: _StoreLoad, numbers: Iterable[int], *, gives_up: bool = False) -> None:
+        """Let those of these expected entries fail that no core is writing, or all."""
+        keys = {number: (load.entries[number].link, load.entries[number].kind) for number in numbers}
+        failed = [number for number, key in keys.items() if gives_up or self.index.get(*key) is None]
+        for number in failed:
+            self._expect_no_more(load, number)
+        self._answer(load, [], failed)
+
+    def _expect_no_more(self, load: _StoreLoad, number: int) -> None:
+        load.expected.discard(number)
+        key = load.entries[number].link, load.entries[number].kind
+        del self._expected[key][load]
+        if not self._expected[key]:
+            del self._expected[key]
 
     def _hold(self, load: _StoreLoad, number: int, entry: Entry) -> None:
         entry.pins += 1
@@ -388,30 +526,56 @@ class KVStore:
         job = partial(_read, self.disk, [KVEntry(*entry.key) for entry in batch], self._views(batch), waiting)
 
         def came(sums: list[bytes | None]) -> None:
-            self._came(batch, sums)
+            self._came(batch, DISK, sums)
             self._read_next(batches)
 
         self._begin(Lane.READ, batch, job, came)
 
-    def _came(self, entries: list[Entry], sums: list[bytes | None]) -> None:
-        """Entries have been read, and have these checksums: None: they could not be read, empty: they are damaged."""
+    def _fetch_from_peers(self, entries: list[Entry]) -> None:
+        """Fetch entries that some load waits for."""
+        assert self.peers is not None
+        self._keep(entries)
+        waiting = [self._waiting[entry] for entry in entries]
+
+        def is_wanted() -> bool:
+            return not all(load.is_released for loads in waiting for load, _ in loads)
+
+        peers, keys = self.peers, [KVEntry(*entry.key) for entry in entries]
+
+        def fetched(peer: str, numbers: list[int], sums: list[bytes | None]) -> None:
+            batch, own = [entries[number] for number in numbers], [keys[number] for number in numbers]
+
+            def compared(sums: list[bytes | None]) -> None:
+                peers.checked(peer, own, sums)
+                self._came(batch, PEER, sums)
+
+            self._begin(Lane.SUM, batch, partial(_compare, own, self._views(batch), sums), compared)
+
+        peers.fetch(keys, self._views(entries), is_wanted, fetched)
+
+    def _came(self, entries: list[Entry], tier: int, sums: list[bytes | None]) -> None:
+        """Entries have come from a tier, and have these checksums: None: they could not be read, empty: they are
+        damaged."""
         answers: dict[_StoreLoad, tuple[list[int], list[int]]] = {}
         for entry, found in zip(entries, sums, strict=True):
             if found == b"":
                 self._stats.wrong_checksums += 1
             if found:
                 entry.checksum, entry.state = found, EntryState.READY
-                self.index.keep_on_disk(entry)
+                self._events.note(MEMORY, entry.link, entry.kind)
+                self._save(entry)
             elif entry.is_known:
                 self._forget(entry)
             for load, number in self._waiting.pop(entry):
                 if load.is_released:
                     continue
                 answers.setdefault(load, ([], []))[not found].append(number)
-                if found:
+                if not found:
+                    self._unpin(load.held.pop(number))
+                elif tier == DISK:
                     self._stats.loaded_disk_bytes += self._kinds[entry.kind].size
                 else:
-                    self._unpin(load.held.pop(number))
+                    self._stats.loaded_peer_bytes += self._kinds[entry.kind].size
         for load, (loaded, failed) in answers.items():
             self._answer(load, loaded, failed)
             if failed:
@@ -428,6 +592,8 @@ class KVStore:
             del load.core.loads[load.call_id]
             load.is_released = True
             load.unread.clear()
+            for number in [*load.expected]:
+                self._expect_no_more(load, number)
         for number in numbers or [*load.held]:
             if (entry := load.held.pop(number, None)) is not None:
                 self._unpin(entry)
@@ -465,7 +631,7 @@ class KVStore:
         granted = [core.grants.pop(offset) for offset in message.offsets if offset in core.grants]
         for entry in granted:
             entry.state = EntryState.COMING
-            self._waiting[entry] = []
+            self._await(entry)
         self._keep(granted)
         for batch in self._batches(granted, JOB_BYTES):
             self._begin(Lane.SUM, batch, partial(_sums, self._views(batch)), partial(self._summed, batch))
@@ -477,16 +643,23 @@ class KVStore:
         if entry.is_known:
             self._forget(entry)
         self._unpin(entry)
+        for load, number in [*self._expected.get(entry.key, {}).items()]:
+            if not load.waits:
+                self._fail_expected(load, [number])
 
     def _summed(self, entries: list[Entry], sums: list[bytes]) -> None:
+        loaded: dict[_StoreLoad, list[int]] = {}
         for entry, found in zip(entries, sums, strict=True):
             entry.checksum, entry.state = found, EntryState.READY
+            self._events.note(MEMORY, entry.link, entry.kind)
             self._stats.stored_bytes += self._kinds[entry.kind].size
             self._save(entry)
             for load, number in self._waiting.pop(entry):
                 if not load.is_released:
                     self._stats.loaded_memory_bytes += self._kinds[entry.kind].size
-                    self._answer(load, [number], [])
+                    loaded.setdefault(load, []).append(number)
+        for load, numbers in loaded.items():
+            self._answer(load, numbers, [])
         self.write()
 
     def _make(self, key: KVEntry, parent: bytes, state: EntryState) -> Entry | None:
@@ -547,6 +720,8 @@ class KVStore:
         for entry in batch:
             self._drop_unwritten(entry)
         entries, views, sums = [KVEntry(*entry.key) for entry in batch], self._views(batch), [e.checksum for e in batch]
+        if self._write_bandwidth:
+            self._next_write = now + sum(map(len, views)) / self._write_bandwidth
         self._is_writing = True
         self._keep(batch)
         self._begin(Lane.WRITE, batch, partial(disk.write, entries, views, sums), partial(self._written, disk, batch))
@@ -595,7 +770,22 @@ class KVStore:
     def _is_on_disk(self, link: bytes, kind: int) -> bool:
         return self.disk is not None and not self._clearing and KVEntry(link, kind) in self.disk
 
+    def _has_entry(self, tier: int, link: bytes, kind: int) -> bool:
+        """Whether a tier has an entry, for KV events."""
+        if tier == DISK:
+            return self.disk is not None and not self._clearing and self.disk.holds(KVEntry(link, kind))
+        entry = self.index.get(link, kind)
+        return entry is not None and entry.state is EntryState.READY
+
+    def _has_block(self, link: bytes) -> bool:
+        """Whether some tier has an entry of a block, or will have it."""
+        return bool(self.index.entries(link)) or any(
+            self.disk is not None and self.disk.holds(KVEntry(link, kind)) for kind in range(len(self._kinds))
+        )
+
     def _clear(self, core: _OpenCore, call_id: int) -> None:
+        # By then the other stores of the server are cleared, or the call has failed: nothing comes back from them.
+        self._reads_peers_at = self._clock() + CLEAR_SECONDS
         entries = list(self.index)
         count = sum(not self._is_on_disk(*entry.key) for entry in entries)
         for entry in entries:
@@ -681,8 +871,16 @@ class KVStore:
                 assert load.call_id == call_id
                 assert not load.is_released
                 assert load.held or not load.unread
+                assert all(
+                    self._expected[load.entries[number].link, load.entries[number].kind][load] == number
+                    for number in load.expected
+                )
                 pins.update(load.held.values())
         assert len(self._clients) == len(self._cores)
+        loads = [load for core in self._cores.values() for load in core.loads.values()]
+        assert sum(map(len, self._expected.values())) == sum(len(load.expected) for load in loads)
+        known_keys = {entry.key for entry in known if entry.state is not EntryState.GRANTED}
+        assert known_keys.isdisjoint(self._expected)
         assert pins == {entry: entry.pins for entry in placed if entry.pins}
         granted = {entry for core in self._cores.values() for entry in core.grants.values()}
         assert granted == {entry for entry in placed if entry.state is EntryState.GRANTED}
@@ -697,6 +895,14 @@ class KVStore:
 
 def _are_right(views: list[memoryview], sums: list[bytes]) -> list[bool]:
     return [checksum(view) == each for view, each in zip(views, sums, strict=True)]
+
+
+def _compare(keys: list[KVEntry], views: list[memoryview], sums: list[bytes | None]) -> list[bytes | None]:
+    """Return the checksums of entries that have come from a peer with these bound ones, empty if they are damaged."""
+    found = [None if each is None else checksum(view) for view, each in zip(views, sums, strict=True)]
+    return [
+        own and own * (bind(own, key.link, key.kind) == each) for key, own, each in zip(keys, found, sums, strict=True)
+    ]
 
 
 def _sums(views: list[memoryview]) -> list[bytes]:

@@ -64,6 +64,8 @@ class JoinRequest(msgspec.Struct):
     """Whether the leader's API serves this replica."""
     master: tuple[str, int] | None = None
     """The address at which the other hosts of the replica join it, if there are any."""
+    kv_peer: str = ""
+    """Where the KV stores of others read from that of its host; empty: it has none."""
 
 
 class JoinReply(msgspec.Struct, tag=True):
@@ -72,6 +74,8 @@ class JoinReply(msgspec.Struct, tag=True):
 
     requests: dict[int, str]
     responses: tuple[str, ...]
+    kv_peers: tuple[str, ...] = ()
+    """Where the KV stores of the hosts are read."""
 
 
 class StopGroup(msgspec.Struct, tag=True):
@@ -147,6 +151,10 @@ class DPCoordinator:
         self.masters: dict[int, tuple[str, int]] = {}
         """The address at which further hosts of a replica join, by replica; the leader has the addresses of all known
         replicas."""
+        self.kv_peer = ""
+        """Where the KV stores of others read from that of this host (`HOST:PORT`); empty: there are no others."""
+        self.kv_peers: tuple[str, ...] = ()
+        """Those of all hosts that had joined then."""
         self._ports: list[socket.socket] = []
         self._lock = threading.Lock()
         self._listener: ReplicaListener | None = None
@@ -161,9 +169,10 @@ class DPCoordinator:
         self._flags = ("--data-parallel-address", "--data-parallel-rpc-port")
         if parallel.nnodes > 1:
             self._flags = ("--master-addr", "--master-port")
-        local = parallel.local_replicas
+        local, store = parallel.local_replicas, config.kv_store
+        has_store = store is not None
         try:
-            self._ports = reserve_ports(address, num_responses + len(local) * (1 + (parallel.nodes > 1)))
+            self._ports = reserve_ports(address, num_responses + len(local) * (1 + (parallel.nodes > 1)) + has_store)
         except OSError as error:
             raise ConfigError(
                 f"no port can be had at {address}: {(error.strerror or str(error)).lower()}; {self._flags[0]} "
@@ -171,6 +180,9 @@ class DPCoordinator:
                 "own"
             ) from None
         numbers = [socket_port(port) for port in self._ports]
+        if store is not None:
+            own = numbers.pop()
+            self.kv_peer = tcp_url(address, store.peer_port or own).removeprefix("tcp://")
         urls = [tcp_url(address, number) for number in numbers]
         self.responses = tuple(urls[:num_responses])
         self.requests = dict(zip(local, urls[num_responses:], strict=False))
@@ -288,12 +300,14 @@ class DPLeader(DPCoordinator):
             self.close(str(error), user_error=True)
             raise
         self.requests |= {number: _request_of(hello).requests for number, hello in hellos.items()}
+        found = (self.kv_peer, *(_request_of(hello).kv_peer for hello in hellos.values()))
+        self.kv_peers = tuple(dict.fromkeys(filter(None, found)))
         self._is_started = True
         self.start_group(self.requests)
         compare_weights(config, [self._leader])
 
     def start_group(self, requests: dict[int, str]) -> None:
-        self._leader.start(msgspec.msgpack.encode(JoinReply(requests, self.responses)))
+        self._leader.start(msgspec.msgpack.encode(JoinReply(requests, self.responses, self.kv_peers)))
 
     def stop_group(self) -> None:
         self._leader.stop(msgspec.msgpack.encode(StopGroup()))
@@ -421,7 +435,7 @@ class DPMember(DPCoordinator):
         self._followers: dict[int, Follower] = {}
         try:
             for replica, url in self.requests.items():
-                request = msgspec.msgpack.encode(JoinRequest(url, is_headless, self.masters.get(replica)))
+                request = msgspec.msgpack.encode(JoinRequest(url, is_headless, self.masters.get(replica), self.kv_peer))
                 self._followers[replica] = Follower(
                     host,
                     port,
@@ -446,6 +460,7 @@ class DPMember(DPCoordinator):
             self.close()
             raise
         self.requests, self.responses = reply.requests | self.requests, reply.responses
+        self.kv_peers = reply.kv_peers
         first = next(iter(self._followers.values()))
         compare_weights(config, self._followers.values())
         if self.restarts_group:

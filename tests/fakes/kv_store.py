@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b, shake_128
 from typing import Any
@@ -12,19 +14,27 @@ from typing import Any
 from quire.engine.config.kv_layout import KVKind
 from quire.engine.kv_store.arena import open_arena
 from quire.engine.kv_store.disk import DiskTier
+from quire.engine.kv_store.index import EntryState
+from quire.engine.kv_store.peer_server import PeerServer
 from quire.engine.kv_store.store import KVStore, Lane, run_now
 from quire.engine.protocol.kv_store import (
+    DISK,
+    MEMORY,
+    DescribeKV,
     FoundKV,
     FromStore,
     GrantedKV,
+    HeardKVTiers,
     KVEntry,
     KVStoreOpened,
+    KVTiersChanged,
     LoadedKV,
     LoadKV,
     LookUpKV,
     OfferKV,
     OpenKVStore,
     ReleaseKV,
+    SettleKV,
     StoredKV,
     ToStore,
 )
@@ -36,6 +46,11 @@ def chain(*numbers: int) -> list[bytes]:
     for number in numbers:
         links.append(blake2b(links[-1] + bytes([number]), digest_size=16).digest())
     return links[1:]
+
+
+def number_of(link: bytes) -> int:
+    """Return how events name a block."""
+    return int.from_bytes(link[:8])
 
 
 def parents(links: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -82,6 +97,7 @@ class FakeDisk(DiskTier):
         """Content and checksum."""
         self.used = set[KVEntry]()
         self.written_bytes = 0
+        self.changed = deque()
         self.is_broken = False
         """Whether reads fail."""
 
@@ -96,11 +112,15 @@ class FakeDisk(DiskTier):
     def __contains__(self, entry: KVEntry) -> bool:
         return entry in self.stored
 
+    def holds(self, entry: KVEntry) -> bool:
+        return entry in self.stored
+
     def use(self, entries: Iterable[KVEntry]) -> None:
         self.used.update(entries)
 
     def drop(self, entry: KVEntry) -> None:
         self.stored.pop(entry, None)
+        self.changed.append(entry)
 
     def read(self, entries: Sequence[KVEntry], buffers: Sequence[memoryview]) -> list[bytes | None]:
         sums = list[bytes | None]()
@@ -118,11 +138,13 @@ class FakeDisk(DiskTier):
             self.files.append([entries[number] for number in new])
         for number in new:
             self.stored[entries[number]] = bytes(contents[number]), checksums[number]
+            self.changed.append(entries[number])
             self.written_bytes += len(contents[number])
         return True
 
     def clear(self) -> tuple[int, str]:
         count = len(self.stored)
+        self.changed.extend(self.stored)
         self.stored.clear()
         return count, ""
 
@@ -141,7 +163,10 @@ class StoreCore:
         send: Callable[[ToStore], None],
         replica: int = 0,
         incarnation: int = 1,
+        *,
+        has_events: bool = False,
     ) -> None:
+        self.has_events = has_events
         self.kinds, self._send, self.replica, self.incarnation = kinds, send, replica, incarnation
         self.memory = memoryview(b"")
         """The arena, as the ranks have it mapped."""
@@ -154,14 +179,23 @@ class StoreCore:
         self.loads: dict[int, list[KVEntry]] = {}
         self.loaded: dict[int, dict[int, int | None]] = {}
         """By call: the offset of each entry, None: failed."""
+        self.announced: set[tuple[int, int, int]] = set()
+        """Tier, kind and number in events of what the store says that it has."""
         self._next_call = 0
 
     def open(self) -> None:
-        self._send(OpenKVStore(self.replica, self.incarnation))
+        self._send(OpenKVStore(self.replica, self.incarnation, self.has_events))
 
     def receive(self, message: FromStore) -> None:
         self.received.append(message)
         match message:
+            case KVTiersChanged(stored, removed, is_first, number):
+                self._send(HeardKVTiers(number))
+                if is_first:
+                    self.announced.clear()
+                self.announced.difference_update(removed)
+                assert all(block == b"described" for *_, block in stored)
+                self.announced |= {(tier, kind, number) for tier, kind, number, _ in stored}
             case KVStoreOpened(path, size):
                 if path != self.path:
                     self.path, self.memory = path, map_arena(path, size)
@@ -188,6 +222,9 @@ class StoreCore:
         self.offer_entries(entries)
 
     def offer_entries(self, entries: list[KVEntry]) -> None:
+        links = [*{entry.link: None for entry in entries}]
+        if self.has_events:
+            self._send(DescribeKV(links, [*map(number_of, links)], [b"described"] * len(links)))
         self._send(OfferKV(entries, [self.parents[entry.link] for entry in entries]))
 
     def write(self, offset: int) -> None:
@@ -215,13 +252,17 @@ class StoreCore:
         self.offer(links, kinds)
         self.finish()
 
-    def load(self, entries: list[KVEntry]) -> int:
+    def load(self, entries: list[KVEntry], *, waits: bool = False) -> int:
         """Begin to load; returns the call."""
         self._next_call += 1
         call_id = self._next_call
         self.loads[call_id], self.loaded[call_id] = entries, {}
-        self._send(LoadKV(call_id, entries, [self.parents.get(entry.link, b"") for entry in entries]))
+        self._send(LoadKV(call_id, entries, [self.parents.get(entry.link, b"") for entry in entries], waits))
         return call_id
+
+    def settle(self, call_id: int) -> None:
+        """Wait no longer for what nobody writes."""
+        self._send(SettleKV(call_id))
 
     def release_loaded(self, call_id: int) -> None:
         """Release what has been loaded until now."""
@@ -240,9 +281,9 @@ class StoreCore:
         self.memory[offset + byte] ^= 1
         self.release(call_id)
 
-    def look_up(self, links: Sequence[bytes]) -> list[list[int]]:
+    def look_up(self, links: Sequence[bytes], peer: str = "") -> list[list[int]]:
         """Return the tiers of each link, by kind."""
-        self._send(LookUpKV(0, list(links)))
+        self._send(LookUpKV(0, list(links), peer=peer))
         found = self.received[-1]
         assert isinstance(found, FoundKV)
         return [list(each) for each in found.tiers]
@@ -266,11 +307,15 @@ class Host:
         memory_bytes: int,
         jobs: Jobs | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        doubling: float = math.inf,
     ) -> None:
         self.kinds, self.cores = kinds, dict[bytes, StoreCore]()
         self._sent: list[tuple[bytes, FromStore]] = []
+        self.server: PeerServer | None = None
         submit = run_now if jobs is None else jobs.submit
-        self.store = KVStore(kinds, memory_bytes, lambda *each: self._sent.append(each), submit, clock)
+        self.store = KVStore(
+            kinds, memory_bytes, lambda *each: self._sent.append(each), submit, clock, doubling=doubling
+        )
 
     def core(self, replica: int = 0, incarnation: int = 1) -> StoreCore:
         """Return a core that has opened the store."""
@@ -280,12 +325,26 @@ class Host:
             self.store.handle(client, message)
             self.deliver()
 
-        core = self.cores[client] = StoreCore(self.kinds, send, replica, incarnation)
+        core = self.cores[client] = StoreCore(self.kinds, send, replica, incarnation, has_events=True)
         core.open()
         return core
+
+    @property
+    def tiers(self) -> set[tuple[int, int, int]]:
+        """What cores should know: tier, kind and number in events."""
+        found = {
+            (MEMORY, entry.kind, number_of(entry.link)) for entry in self.store.index if entry.state is EntryState.READY
+        }
+        if isinstance(disk := self.store.disk, FakeDisk):
+            found |= {(DISK, entry.kind, number_of(entry.link)) for entry in disk.stored}
+        return found
 
     def deliver(self) -> None:
         """Let the cores receive what the store has sent."""
         while self._sent:
             client, message = self._sent.pop(0)
-            self.cores[client].receive(message)
+            if PeerServer.is_reader(client):
+                assert self.server is not None
+                self.server.deliver(client, message)
+            else:
+                self.cores[client].receive(message)

@@ -65,8 +65,9 @@ class ZmqCore(StoreCore):
 
     def tiers(self, links: list[bytes]) -> list[list[int]]:
         """Look up a chain; returns the tiers by kind."""
+        count = len(self.received)
         self._send_frame(LookUpKV(1, links))
-        self.wait(lambda: isinstance(self.received[-1], FoundKV))
+        self.wait(lambda: len(self.received) > count and isinstance(self.received[-1], FoundKV))
         found = self.received[-1]
         assert isinstance(found, FoundKV)
         return [list(each) for each in found.tiers]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+import random
+
 from quire.engine.kv_store.index import Entry, EntryState, Index
 from tests.fakes.kv_store import chain, parents
 
@@ -52,6 +55,47 @@ def test_a_chain_whose_end_was_damaged_is_as_young_as_that_end() -> None:
     assert end is not None
     index.remove(end)
     assert evictions(index, 2) == [(other[0], 0), (links[0], 0)]
+
+
+def test_what_is_deep_in_a_chain_stays_longer() -> None:
+    """By a turnover of the memory, of ten blocks, for each four before it; then the chain goes as a whole."""
+    index = Index([False], shares=[0.1], doubling=4)
+    deep, others = chain(*range(8)), [chain(number) for number in range(100, 120)]
+    add(index, deep)
+    for link in others:
+        add(index, link)
+    # Its end has 7 blocks before it, and goes after what came up to 17.5 blocks later.
+    order = [link for link, _ in evictions(index, 99)]
+    assert order[17:25] == [*reversed(deep)]
+
+
+def test_less_is_computed_again_if_what_is_costly_stays() -> None:
+    """The work of what is computed again, against forgetting by age alone: conversations begin one after another, most
+    of them short, and each grows with every turn, after a random time."""
+
+    def recomputed(doubling: float, seed: int) -> float:
+        choose, room, work = random.Random(seed), 2000, 0.0
+        index = Index([False], shares=[1 / room], doubling=doubling)
+        turns = list[tuple[float, int, int]]()  # time, conversation, blocks
+        for number in range(150):
+            at, length = float(number), int(min(400.0, choose.lognormvariate(3.0, 1.2))) + 4
+            for _ in range(choose.randrange(3, 9)):
+                turns.append((at, number, length))
+                at, length = at + choose.expovariate(1 / 30), length + choose.randrange(4, length // 4 + 6)
+        for _, number, length in sorted(turns):
+            links, found = [b"%d %d" % (number, block) for block in range(length)], 0
+            index.advance()
+            while found < length and index.get(links[found], 0) is not None:
+                index.touch(links[found])
+                found += 1
+            for block in range(found, length):
+                work += 1 + block / 50
+                index.add(Entry(links[block], 0, EntryState.READY), links[block - 1] if block else b"")
+                while index.num_entries > room:
+                    assert index.evict(links[block])
+        return work
+
+    assert recomputed(50, 0) < 0.9 * recomputed(math.inf, 0)
 
 
 def test_what_is_in_use_stays() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import weakref
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from quire.engine.protocol.kv_store import (
     LookUpKV,
     StoredKV,
 )
-from tests.fakes.kv_store import FakeDisk, Host, Jobs, StoreCore, chain, parents
+from tests.fakes.kv_store import FakeDisk, Host, Jobs, StoreCore, chain, number_of, parents
 
 KINDS = (KVKind((0,), 96), KVKind((1,), 40, window=64), KVKind((2,), 1000, window=2))
 SIZES = [kind.size for kind in KINDS]
@@ -76,6 +77,46 @@ def test_a_look_up_ends_where_a_chain_ends() -> None:
     assert core.look_up(links) == [[MEMORY] * 4, [0, 0, MEMORY, MEMORY], [0, 0, 0, 0]]
 
 
+def test_cores_are_told_what_the_tiers_have() -> None:
+    host, disk = Host(KINDS[:1], 4096), FakeDisk()
+    first, links = host.core(0), chain(1, 2, 3, 4)
+
+    def told(core: StoreCore) -> set[tuple[int, int]]:
+        host.store.tick()
+        host.deliver()
+        assert core.announced == host.tiers
+        return {(tier, number) for tier, _, number in core.announced}
+
+    def numbers(tier: int, *at: int) -> set[tuple[int, int]]:
+        return {(tier, number_of(links[each])) for each in at}
+
+    first.offer(links[:2])
+    assert not told(first), "it is not there before it is written"
+    first.finish()
+    assert told(first) == numbers(MEMORY, 0, 1)
+    late = host.core(1)
+    assert told(late) == numbers(MEMORY, 0, 1)
+    host.store.use_disk(disk)
+    host.store.write(all_now=True)
+    assert told(first) == numbers(MEMORY, 0, 1) | numbers(DISK, 0, 1)
+    first.store(chain(*range(100, 140)))
+    first.store(chain(*range(150, 190)))
+    assert told(late) >= numbers(DISK, 0, 1)
+    assert not told(late) & numbers(MEMORY, 0, 1)
+    disk.drop(KVEntry(links[0], 0))
+    assert not told(first) & numbers(DISK, 0)
+    assert told(first) >= numbers(DISK, 1)
+    late.load(entries(links[1:2], 0))
+    assert told(first) >= numbers(MEMORY, 1)
+    host.store.handle(b"0.1", ClearKV(1))
+    late.release(1)
+    assert not told(first)
+    assert not told(late)
+    for _ in range(2):
+        host.store.tick()
+    assert not host.store._events.num_described
+
+
 def test_every_offer_is_answered_and_what_has_no_room_is_not_granted() -> None:
     """The beginning of a chain that is larger than the memory is kept."""
     host = Host(KINDS[:1], 64 * 128)
@@ -110,6 +151,33 @@ def test_the_disk_has_more_of_a_chain_than_memory() -> None:
         host.store.write(all_now=True)
         host.store.check_integrity()
     assert not disk.stored
+
+
+def test_the_disk_is_written_within_its_budget() -> None:
+    clock, disk = Clock(), FakeDisk()
+    host = Host(KINDS[:1], ROOM, clock=clock)
+    host.store.use_disk(disk, bandwidth=SIZES[0])
+    core = host.core()
+    for number in range(60):
+        core.store(chain(number, 1))  # twice as much
+        clock.now += 1.0
+        host.store.tick()
+        written = sum(map(len, disk.files[:-1]))
+        assert written <= clock.now
+    assert written > 20
+
+
+def test_a_budget_for_several_files_a_second_is_used() -> None:
+    """The process calls `write` again when `seconds_left` has passed."""
+    clock, disk = Clock(), FakeDisk()
+    host = Host([KVKind((0,), 4000)], ROOM, clock=clock)
+    host.store.use_disk(disk, bandwidth=ROOM)
+    host.core().store(chain(*range(12)))
+    while (seconds := host.store.seconds_left()) < 1.0:
+        assert clock.now < 1.0
+        clock.now += seconds
+        host.store.write()
+    assert len(disk.files) > 2
 
 
 def test_what_is_being_written_again_is_not_read() -> None:
@@ -269,6 +337,28 @@ def test_a_core_dies_with_grants_and_loads() -> None:
     assert not any(entry.pins for entry in host.store.index)
 
 
+def test_nobody_waits_for_a_core_that_has_ended() -> None:
+    """What it was granted is stored by others, at other places as long as its ranks may write."""
+    host = Host(KINDS[:1], ROOM)
+    dead, other, reader, links = host.core(0, incarnation=1), host.core(1), host.core(2), chain(1, 2)
+    dead.offer(links)
+    late = list(dead.grants)
+    call, again = reader.load(entries(links, 0)), reader.load(entries(links, 0), waits=True)
+    host.store.lose_replica(0)
+    host.deliver()
+    host.store.check_integrity()
+    assert (reader.loaded[call], reader.loaded[again]) == ({0: None, 1: None}, {})
+    assert other.look_up(links) == [[NO_TIER] * 2]
+    other.offer(links)
+    assert not {*late} & {*other.grants}
+    other.finish()
+    host.deliver()
+    assert len(reader.loaded[again]) == 2
+    host.core(0, incarnation=2)
+    host.store.check_integrity()
+    assert host.store.arena.used() == {(0, offset) for offset in reader.loaded[again].values()}
+
+
 def test_nothing_is_left_of_a_core_that_is_forgotten() -> None:
     """Without the garbage collector, which the process does not run."""
     host = Host(KINDS, ROOM)
@@ -307,6 +397,33 @@ def test_a_core_that_the_store_does_not_know_is_told_the_arena() -> None:
     assert host.store.path != old.path
     host.store.check_integrity()
     assert not host.store.stats().memory_entries
+
+
+def test_a_load_waits_for_what_others_store() -> None:
+    """Until it is settled: then what nobody is writing fails at once, and the rest when that is known."""
+    host = Host(KINDS[:1], ROOM)
+    writer, reader, links = host.core(0), host.core(1), chain(1, 2, 3, 4, 5)
+    writer.store(links[:1])
+    call = reader.load(entries(links, 0), waits=True)
+    assert [*reader.loaded[call]] == [0]
+    writer.offer(links[:4])
+    second, third, fourth = writer.grants
+    host.store.check_integrity()
+    writer.finish([second])
+    writer.abandon([fourth])
+    assert [*reader.loaded[call]] == [0, 1]
+    reader.release_loaded(call)
+    reader.settle(call)
+    host.store.check_integrity()
+    assert {number for number, offset in reader.loaded[call].items() if offset is None} == {3, 4}
+    writer.abandon([third])
+    assert reader.loaded[call][2] is None
+    reader.release(call)
+    again = reader.load(entries(links, 0), waits=True)
+    reader.release(again)
+    host.store.check_integrity()
+    writer.store(links)
+    assert again not in reader.loaded, "it was released"
 
 
 def test_abandoned_grants_are_not_found() -> None:
@@ -603,7 +720,7 @@ def test_random_operations(seed: int) -> None:
     jobs that end in any order. Nobody ever gets a wrong byte, and every load is answered."""
     choose, jobs, disk, clock = random.Random(seed), Jobs(), FakeDisk(), Clock()
     kinds = choose.choice([KINDS, KINDS[:1], KINDS[:2], KINDS[1:]])
-    host = Host(kinds, choose.choice([5, 8, 30]) * 4096, jobs, clock)
+    host = Host(kinds, choose.choice([5, 8, 30]) * 4096, jobs, clock, doubling=choose.choice([2, math.inf]))
     if choose.random() < 0.7:
         host.store.use_disk(disk)
     cores = [host.core(replica) for replica in range(3)]
@@ -627,9 +744,9 @@ def test_random_operations(seed: int) -> None:
                 core.parents |= dict(zip(links, [b"", *links], strict=False))
                 core.look_up(links)
                 found = [KVEntry(link, kind) for link in links for kind in range(len(kinds))]
-                core.load(choose.sample(found, choose.randrange(1, len(found) + 1)))
+                core.load(choose.sample(found, choose.randrange(1, len(found) + 1)), waits=choose.random() < 0.3)
             case 9 if core.loads:
-                core.release_loaded(choose.choice(sorted(core.loads)))
+                choose.choice([core.release_loaded, core.settle])(choose.choice(sorted(core.loads)))
             case 10 if core.loads:
                 call = choose.choice(sorted(core.loads))
                 num_loaded += sum(offset is not None for offset in core.loaded[call].values())
@@ -670,10 +787,17 @@ def test_random_operations(seed: int) -> None:
             host.store.check_integrity()
         host.deliver()
     jobs.run()
-    host.deliver()
+    for _ in range(3):
+        host.store.tick()
+        jobs.run()
+        host.deliver()
     host.store.check_integrity()
+    assert [core.announced for core in cores] == [host.tiers] * 3
+    for core in cores:
+        core.abandon(list(core.grants))
     for core in cores:
         for call_id, wanted in core.loads.items():
+            core.settle(call_id)
             for _ in wanted:
                 core.release_loaded(call_id)
                 jobs.run()
@@ -682,7 +806,6 @@ def test_random_operations(seed: int) -> None:
             assert len(core.loaded[call_id]) == len(wanted)
         for call_id in list(core.loads):
             core.release(call_id)
-        core.abandon(list(core.grants))
     host.store.check_integrity()
     assert not any(entry.pins for entry in host.store.index)
     assert num_loaded > 50

@@ -18,7 +18,7 @@ from quire.engine.cluster import control_plane, follower, network
 from quire.engine.cluster.control_plane import LinkEnded, Rejected
 from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.leader import Leader
-from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig, KVStoreConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import shared_settings
 from quire.engine.core.launch import replica_config, reserve_ports
@@ -165,6 +165,8 @@ def ignore(*_: object) -> None:
 @pytest.mark.parametrize("late", ["the API", "a replica"])
 def test_all_learn_all_addresses_in_whatever_order_they_come(site: Site, late: str) -> None:
     api_config, first, second = site.config(4, None, 1), site.config(4, 1, 2), site.config(4, 3, 1)
+    api_config = replace(api_config, kv_store=KVStoreConfig(memory_bytes=1, peer_port=7))
+    second = replace(second, kv_store=KVStoreConfig(memory_bytes=1))
     if late == "the API":
         others = [site.headless(first), site.headless(second)]
         api = site.api(api_config, count=2).result(30)
@@ -179,6 +181,10 @@ def test_all_learn_all_addresses_in_whatever_order_they_come(site: Site, late: s
     for other in others:
         member = other.result(30)
         assert (member.requests, member.responses, member.init_method) == (api.requests, api.responses, api.init_method)
+        assert member.kv_peers == api.kv_peers
+        assert member.kv_peer in ("", api.kv_peers[1])
+    assert api.kv_peer == api.kv_peers[0] == "127.0.0.1:7"
+    assert len(api.kv_peers) == 2
 
 
 def test_a_further_host_of_a_replica_is_told_where_its_first_is(
