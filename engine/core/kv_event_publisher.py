@@ -5,21 +5,26 @@
   one, as 8 bytes, and receives an empty frame, the topic, the number and the batch of each; the last reply has an empty
   topic and batch, and `END_OF_REPLAY`;
 - `GetKVEvents` is answered with the blocks that the replica has after the last batch, so that a router that starts late
-  needs only the batches that follow.
+  needs only the batches that follow;
+- API processes that follow the events (`FollowKVEvents`) get the blocks that the replica has, in parts, and then each
+  batch; those that say nothing more get no more than `_AHEAD_BYTES` of batches, and begin anew when they are heard of.
 
 The loop of the core never waits: nothing here blocks on a subscriber, and when the queue is full, events wait for the
-next batch.
+next batch. As the loop cannot run while this thread does, the news of the KV store become events a slice at a time,
+with pauses between them, and those of the device go first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from urllib.parse import urlsplit
 
@@ -34,14 +39,15 @@ from quire.engine.protocol.kv_events import (
     END_OF_REPLAY,
     NOTHING_SENT,
     AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
+    FollowKVEvents,
     GetKVEvents,
     KVEvent,
     KVEventBatch,
+    KVEventsNews,
     KVEventSource,
     KVEventsState,
 )
+from quire.engine.scheduler.kv_events_view import DeviceCleared, KVEventsView, TierNews
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +57,36 @@ _RETRY_MS = 200
 _WILDCARDS = ("0.0.0.0", "::")
 _EVENTS_AT_ONCE = 64
 """Events that are encoded at once, in which time the loop cannot run."""
+_TIER_PAUSE = 0.005
+"""Seconds between two slices of news of the tiers."""
+_PART = 4096
+"""Blocks in each part of what API processes are sent."""
+_PART_PAUSE = 0.001
+"""Seconds after each part, in which the loop can run."""
+_AHEAD_BYTES = 8 << 20
+"""Batches for an API process that it has not taken yet."""
+
+
+@dataclass(eq=False)
+class _FollowingProcess:
+    """An API process that gets each batch."""
+
+    has_tiers: bool
+    number: int = NOTHING_SENT
+    """Of the last news."""
+    unheard: deque[tuple[int, int]] = field(default_factory=deque)
+    """Number and bytes of news that it has not taken, as far as is known."""
+    num_bytes: int = 0
+    """Of these."""
+    most_bytes: int = 0
+    """With more of them, it gets no further ones."""
+    is_behind: bool = False
+    """It has missed a batch: it gets none until it has taken most of what was sent, and then begins anew."""
+
+    def hear(self, number: int) -> None:
+        """It has taken the news up to this one."""
+        while self.unheard and self.unheard[0][0] <= number:
+            self.num_bytes -= self.unheard.popleft()[1]
 
 
 class KVEventPublisher:
@@ -61,7 +97,7 @@ class KVEventPublisher:
         config: KVEventsConfig,
         replica: int,
         address: str,
-        reply: Callable[[int, KVEventsState], None],
+        reply: Callable[[int, KVEventsState | KVEventsNews], None],
         fail: Callable[[Exception], None],
         incarnation: int = 0,
     ) -> None:
@@ -102,7 +138,14 @@ class KVEventPublisher:
         self._sent: deque[bytes] = deque(maxlen=config.buffer_steps)
         """The last batches."""
         self._view = KVEventsView()
-        self._queue: deque[KVEventBatch | GetKVEvents | None] = deque()
+        self._followers: dict[int, _FollowingProcess] = {}
+        """By API process."""
+        self._queue: deque[tuple[float, Sequence[KVEvent | DeviceCleared]] | GetKVEvents | FollowKVEvents | None]
+        self._queue = deque()
+        """Events with their time, and calls; None: close."""
+        self._tier_news: deque[TierNews] = deque()
+        self._tiers_due = 0.0
+        """When the next slice of these is due (`time.monotonic`)."""
         self._wakeup = os.eventfd(0)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="kv-events")
         self._thread.start()
@@ -113,12 +156,18 @@ class KVEventPublisher:
         """Whether events have to wait."""
         return len(self._queue) >= self._max_queued
 
-    def publish(self, events: list[KVEvent]) -> None:
-        """Send events as the next batch."""
-        self._put(KVEventBatch(time.time(), events, self._replica))
+    def publish(self, events: Sequence[KVEvent | DeviceCleared]) -> None:
+        """Send events of the device as the next batch."""
+        self._put((time.time(), events))
 
-    def answer(self, call: GetKVEvents) -> None:
-        """Answer when all batches before have been sent."""
+    def publish_tiers(self, news: Sequence[TierNews]) -> None:
+        """Send the news of the tiers in batches of their own, when there is time."""
+        self._tier_news.extend(news)
+        os.eventfd_write(self._wakeup, 1)
+
+    def answer(self, call: GetKVEvents | FollowKVEvents) -> None:
+        """Answer when all batches before have been sent. `FollowKVEvents` is answered with what has been announced, and
+        then with each batch."""
         self._put(call)
 
     def close(self) -> None:
@@ -127,7 +176,9 @@ class KVEventPublisher:
         self._thread.join()
         os.close(self._wakeup)
 
-    def _put(self, entry: KVEventBatch | GetKVEvents | None) -> None:
+    def _put(
+        self, entry: tuple[float, Sequence[KVEvent | DeviceCleared]] | GetKVEvents | FollowKVEvents | None
+    ) -> None:
         self._queue.append(entry)
         os.eventfd_write(self._wakeup, 1)
 
@@ -148,12 +199,12 @@ class KVEventPublisher:
         dropped = Dropped("dropped a request for earlier KV events that could not be decoded")
         is_open = True
         while is_open:
-            ready = dict(poller.poll(_RETRY_MS if self._unopened else None))
+            ready = dict(poller.poll(self._milliseconds_left()))
             if self._unopened:
                 with contextlib.suppress(zmq.ZMQError):
                     self._open_sockets()
-                    events: list[KVEvent] = [AllBlocksCleared(), *self._view.events()]  # subscribers know others
-                    self._send(KVEventBatch(time.time(), events, self._replica))
+                    known: list[KVEvent] = [AllBlocksCleared(), *self._view.events()]  # subscribers know others
+                    self._send(time.time(), known)
             if self._wakeup in ready:
                 os.eventfd_read(self._wakeup)
             while self._queue:
@@ -162,20 +213,79 @@ class KVEventPublisher:
                         is_open = False
                     case GetKVEvents() as call:
                         self._answer(call)
-                    case KVEventBatch() as batch:
-                        self._send(batch)
+                    case FollowKVEvents() as call:
+                        self._follow(call)
+                    case (moment, events):
+                        self._send(moment, self._view.take(events))
+            if self._tier_news and time.monotonic() >= self._tiers_due:
+                self._send_tiers()
             if self._replayer is not None and self._replayer in ready:
                 try:
                     self._replay(self._replayer)
                 except ValueError as error:
                     dropped.add(error)
 
-    def _send(self, batch: KVEventBatch) -> None:
-        payload = msgspec.msgpack.encode(batch)
+    def _milliseconds_left(self) -> int | None:
+        """Until something is due; None: nothing will be."""
+        if self._tier_news:
+            return max(0, math.ceil((self._tiers_due - time.monotonic()) * 1000))
+        return _RETRY_MS if self._unopened else None
+
+    def _send_tiers(self) -> None:
+        events, is_done = self._view.take_tiers(self._tier_news[0])
+        if is_done:
+            self._tier_news.popleft()
+        if events:
+            self._send(time.time(), events, of_tiers=True)
+        self._tiers_due = time.monotonic() + _TIER_PAUSE
+
+    def _send(self, moment: float, events: list[KVEvent], *, of_tiers: bool = False) -> None:
+        """Send a batch, which the view has taken."""
+        payload = msgspec.msgpack.encode(KVEventBatch(moment, events, self._replica))
         self._sequence += 1
         self._publisher.send_multipart((self._topic, self._sequence.to_bytes(8), payload))
         self._sent.append(payload)
-        self._view.apply(batch.events)
+        for client, follower in self._followers.items():
+            if follower.has_tiers or not of_tiers:
+                follower.is_behind = follower.is_behind or follower.num_bytes > follower.most_bytes
+                if not follower.is_behind:
+                    self._tell(client, follower, payload)
+
+    def _follow(self, call: FollowKVEvents) -> None:
+        follower = self._followers.get(call.client)
+        if call.heard != NOTHING_SENT:
+            if follower is None:
+                return
+            follower.hear(call.heard)
+            if not follower.is_behind or follower.num_bytes > _AHEAD_BYTES // 2:
+                return
+        earlier = NOTHING_SENT if follower is None else follower.number
+        follower = self._followers[call.client] = _FollowingProcess(call.has_tiers, earlier)
+        is_first, moment = True, time.time()
+        for part in self._view.hashes(_PART, has_tiers=call.has_tiers):
+            payload = msgspec.msgpack.encode(KVEventBatch(moment, [part], self._replica))
+            self._tell(call.client, follower, payload, is_first=is_first, has_more=True)
+            is_first = False
+            time.sleep(_PART_PAUSE)
+        payload = msgspec.msgpack.encode(KVEventBatch(moment, [], self._replica))
+        self._tell(call.client, follower, payload, is_first=is_first)
+        follower.most_bytes = follower.num_bytes + _AHEAD_BYTES
+
+    def _tell(
+        self,
+        client: int,
+        follower: _FollowingProcess,
+        payload: bytes,
+        *,
+        is_first: bool = False,
+        has_more: bool = False,
+    ) -> None:
+        follower.number += 1
+        follower.unheard.append((follower.number, len(payload)))
+        follower.num_bytes += len(payload)
+        self._reply(
+            client, KVEventsNews(follower.number, payload, is_first, has_more, self._replica, self._incarnation)
+        )
 
     def _answer(self, call: GetKVEvents) -> None:
         parts: list[bytes] = []
@@ -231,62 +341,3 @@ def of_replica(endpoint: str, replica: int) -> str:
         return f"{endpoint}_dp{replica}"
     host, _, port = endpoint.rpartition(":")
     return endpoint if int(port) == 0 else f"{host}:{int(port) + replica}"
-
-
-class KVEventsView:
-    """The blocks that events have announced."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[tuple[str | None, int | None, int | None], BlockStored] = {}
-        """One each, by medium, group and hash."""
-
-    def apply(self, events: list[KVEvent]) -> None:
-        for event in events:
-            match event:
-                case BlockStored():
-                    size, parent = event.block_size, event.parent_block_hash
-                    keys = event.extra_keys or [None] * len(event.block_hashes)
-                    for at, (number, extra_keys) in enumerate(zip(event.block_hashes, keys, strict=True)):
-                        self._blocks[event.medium, event.group_idx, number] = BlockStored(
-                            [number],
-                            parent,
-                            event.token_ids[at * size : (at + 1) * size],
-                            size,
-                            event.lora_id,
-                            event.medium,
-                            event.lora_name,
-                            [extra_keys],
-                            event.group_idx,
-                            event.kv_cache_spec_kind,
-                            event.kv_cache_spec_sliding_window,
-                        )
-                        parent = number
-                case BlockRemoved():
-                    for number in event.block_hashes:
-                        del self._blocks[event.medium, event.group_idx, number]
-                case AllBlocksCleared():
-                    self._blocks.clear()
-
-    def events(self) -> Iterator[BlockStored]:
-        """Yield events that announce all blocks, parents before their children."""
-        done: set[tuple[str | None, int | None, int | None]] = set()
-        last: BlockStored | None = None
-        for key in self._blocks:
-            chain = []
-            while key in self._blocks and key not in done:
-                chain.append(block := self._blocks[key])
-                done.add(key)
-                key = *key[:2], block.parent_block_hash
-            for block in reversed(chain):
-                own = msgspec.structs.replace(
-                    block,
-                    block_hashes=[*block.block_hashes],
-                    token_ids=[*block.token_ids],
-                    extra_keys=[*(block.extra_keys or ())],
-                )
-                if last is None or not last.append(own):
-                    if last is not None:
-                        yield last
-                    last = own
-        if last is not None:
-            yield last

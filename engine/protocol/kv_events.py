@@ -14,6 +14,8 @@ import msgspec
 
 GPU = "GPU"
 """vLLM's name of the medium that blocks on the device are on, whatever the device is."""
+CPU, STORAGE = "CPU", "STORAGE"
+"""Those of the memory and the disks of a KV store."""
 NOTHING_SENT = -1
 """The sequence number before that of the first batch."""
 END_OF_REPLAY = NOTHING_SENT.to_bytes(8, "big", signed=True)
@@ -43,10 +45,9 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
     def append(self, following: BlockStored) -> bool:
         """Add the blocks of another event if they continue the chain; returns whether they do."""
-        if (following.parent_block_hash, following.group_idx, following.lora_name) != (
-            self.block_hashes[-1],
-            self.group_idx,
-            self.lora_name,
+        if (following.parent_block_hash, following.medium, following.group_idx, following.lora_name) != (
+            *(self.block_hashes[-1], self.medium),
+            *(self.group_idx, self.lora_name),
         ):
             return False
         assert self.extra_keys is not None
@@ -102,6 +103,33 @@ class GetKVEvents(msgspec.Struct, tag=True, array_like=True):
     client: int
     call_id: int
     has_blocks: bool
+
+
+class FollowKVEvents(msgspec.Struct, tag=True, array_like=True):
+    """Send an API process what a replica has, and then each batch that it publishes, as `KVEventsNews`; nothing if it
+    publishes none."""
+
+    client: int
+    has_tiers: bool = False
+    """Also what the KV store of the replica's host has. All replicas of a host publish the same of that."""
+    heard: int = NOTHING_SENT
+    """Number of the last news that the process has taken, of those that it gets already: to be told now and then, as
+    only so many are sent ahead. `NOTHING_SENT`: begin with what the replica has."""
+
+
+class KVEventsNews(msgspec.Struct, tag=True, array_like=True):
+    """A part of what a replica has, or a batch that it has published, for an API process that follows its events."""
+
+    number: int
+    """Of all news for this process, without a gap."""
+    batch: bytes
+    """A `KVEventBatch` in msgpack. In parts of what the replica has, blocks are without tokens and parents."""
+    is_first: bool = False
+    """Whatever earlier news have said is void: the replica has this, and what follows."""
+    has_more: bool = False
+    """The next one is another part of what the replica has."""
+    replica: int = 0
+    incarnation: int = 0
 
 
 class KVEventsState(msgspec.Struct, tag=True, array_like=True):

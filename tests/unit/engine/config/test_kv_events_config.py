@@ -86,4 +86,4 @@ def test_events_need_a_prefix_cache_and_each_replica_its_own_ports(tmp_path: Pat
     with pytest.raises(ConfigError, match=text):
         resolve(options(model, kv_events_config=last, data_parallel_size=2))
     with pytest.raises(ConfigError, match=text):
-        added_replica(config, 1, (), 2)
+        added_replica(config, 1, (), [1])

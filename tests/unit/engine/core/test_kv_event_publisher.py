@@ -11,13 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
 import pytest
 import zmq
 
 from quire.engine.config.engine_config import KVEventsConfig
+from quire.engine.core import kv_event_publisher
 from quire.engine.core.kv_event_publisher import KVEventPublisher, of_replica
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.kv_events import BlockStored, GetKVEvents, KVEvent, KVEventsState
+from quire.engine.protocol.kv_events import (
+    BlockRemoved,
+    BlockStored,
+    FollowKVEvents,
+    GetKVEvents,
+    KVEvent,
+    KVEventBatch,
+    KVEventsNews,
+    KVEventsState,
+)
+from quire.engine.protocol.kv_store import MEMORY, DescribedBlock, KVTiersChanged
+from quire.engine.scheduler.kv_events import KVEvents
 from tests.fakes.configs import engine_config
 from tests.fakes.kv_router import END, KVRouter
 from tests.unit.engine.scheduler.test_kv_events import take, with_events
@@ -43,7 +56,7 @@ class Published(KVEventPublisher):
     """A publisher, and its answers."""
 
     def __init__(self, config: KVEventsConfig, replica: int = 0, incarnation: int = 0) -> None:
-        self.answers: SimpleQueue[KVEventsState] = SimpleQueue()
+        self.answers: SimpleQueue[KVEventsState | KVEventsNews] = SimpleQueue()
         self.failures: SimpleQueue[Exception] = SimpleQueue()
         super().__init__(
             config, replica, "192.0.2.7", lambda client, state: self.answers.put(state), self.failures.put, incarnation
@@ -51,7 +64,17 @@ class Published(KVEventPublisher):
 
     def state(self, *, has_blocks: bool = True) -> KVEventsState:
         self.answer(GetKVEvents(0, 7, has_blocks))
-        return self.answers.get(timeout=10)
+        state = self.answers.get(timeout=10)
+        assert isinstance(state, KVEventsState)
+        return state
+
+    def news(self) -> list[KVEventsNews]:
+        """What API processes have been sent since the last call."""
+        self.answer(GetKVEvents(0, 7, has_blocks=False))
+        news = list[KVEventsNews]()
+        while isinstance(message := self.answers.get(timeout=10), KVEventsNews):
+            news.append(message)
+        return news
 
     def router(self) -> KVRouter:
         assert self.source.replay_endpoint is not None
@@ -222,3 +245,90 @@ def test_a_successor_publishes_when_the_ports_are_free(config: KVEventsConfig) -
         router.sequence = 1
         assert router.replay() == 1  # the blocks again, as subscribers know others
         assert [number for _, _, number in router.blocks] == [1]
+
+
+def stored(*numbers: int) -> KVEvent:
+    return BlockStored([*numbers], None, [*numbers], 1, None, "GPU", None, [None] * len(numbers), 0, "full_attention")
+
+
+def events_of(news: KVEventsNews) -> list[KVEvent]:
+    return msgspec.msgpack.decode(news.batch, type=KVEventBatch).events
+
+
+def told(count: int) -> KVTiersChanged:
+    """Blocks with the numbers from 0 on are in memory."""
+    block = msgspec.msgpack.encode(DescribedBlock(None, [7], None, None))
+    return KVTiersChanged([(MEMORY, 0, number, block) for number in range(count)], [], is_first=True)
+
+
+def test_what_a_lost_store_had_is_withdrawn_in_slices(config: KVEventsConfig) -> None:
+    """The scheduler passes on what the store says. Processes that do not ask for it are not sent it."""
+    listener, count = KVEvents(replace(config, kinds=(("any", None),)), 1), 9000
+    listener.groups_of = [(0,)]
+    with closing(Published(config)) as publisher, closing(publisher.router()) as router:
+
+        def tell(message: KVTiersChanged, num_blocks: int) -> None:
+            listener.on_tiers_changed(message)
+            (news,) = listener.take()[1]
+            publisher.publish_tiers([news])
+            while len(router.blocks) != num_blocks:
+                router.replay()
+
+        for client in (0, 1):
+            publisher.answer(FollowKVEvents(client, has_tiers=client == 1))
+        publisher.publish([stored(1)])
+        tell(told(count), count + 1)
+        publisher.news()
+        tell(KVTiersChanged([], [], is_first=True), 1)
+        publisher.publish([stored(2)])
+        events = [event for each in publisher.news() for event in events_of(each)]
+        assert events.count(stored(2)) == 2
+        sizes = [len(each.block_hashes) for each in events if isinstance(each, BlockRemoved)]
+        assert sum(sizes) == count
+        assert max(sizes) < count / 4
+
+
+def test_a_process_that_is_gone_is_not_sent_more_and_more(
+    config: KVEventsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is heard of, it is sent what there is."""
+    monkeypatch.setattr(kv_event_publisher, "_AHEAD_BYTES", 4000)
+    monkeypatch.setattr(kv_event_publisher, "_PART", 10)
+    with closing(Published(config)) as publisher:
+        publisher.publish([stored(*range(25))])
+        publisher.answer(FollowKVEvents(0))
+        first = publisher.news()
+        assert [(each.is_first, each.has_more) for each in first] == [
+            (True, True),
+            (False, True),
+            (False, True),
+            (False, False),
+        ]
+        for number in range(100, 300):
+            publisher.publish([stored(number)])
+        sent = publisher.news()
+        assert 4000 <= sum(len(each.batch) for each in sent) < 4500
+        numbers = [each.number for each in first + sent]
+        assert numbers == [*range(len(numbers))]
+        publisher.answer(FollowKVEvents(0, heard=numbers[3]))
+        publisher.publish([stored(300)])
+        assert not publisher.news(), "it has taken too little"
+        publisher.answer(FollowKVEvents(0, heard=numbers[-1] - 2))
+        again = publisher.news()
+        assert again[0].is_first
+        assert again[0].number == numbers[-1] + 1
+        found = {
+            number
+            for each in again
+            for event in events_of(each)
+            if isinstance(event, BlockStored)
+            for number in event.block_hashes
+        }
+        assert found == {*range(25), *range(100, 301)}
+        publisher.answer(FollowKVEvents(0, heard=again[-1].number))
+        for number in range(301, 400):
+            publisher.publish([stored(number)])
+            publisher.answer(FollowKVEvents(0, heard=again[-1].number + number - 300))
+        assert len(publisher.news()) == 99, "who takes them gets all"
+        publisher.answer(FollowKVEvents(1, heard=5))
+        assert not publisher.news(), "it was told by an earlier start of the replica"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from quire.engine.scheduler import kv_cache_manager
 from quire.engine.scheduler.event_hashes import cbor, event_block, root_hash
 from quire.engine.scheduler.kv_cache_manager import extend_hashes
 from quire.engine.scheduler.kv_events import KVEvents
+from quire.engine.scheduler.kv_events_view import KVEventsView
 from quire.engine.scheduler.request import Request, ShareQueue
 from tests.fakes.configs import Windows, engine_config
 from tests.fakes.kv_router import KVRouter
@@ -46,9 +48,21 @@ def with_events(config: EngineConfig) -> EngineConfig:
     return replace(config, kv_events=events)
 
 
+VIEWS: WeakKeyDictionary[Engine, KVEventsView] = WeakKeyDictionary()
+
+
 def take(engine: Engine) -> list[KVEvent]:
+    """The new events, as they are published."""
     assert engine.scheduler.kv.listener is not None
-    return engine.scheduler.kv.listener.take()
+    view, (news, tier_news) = VIEWS.setdefault(engine, KVEventsView()), engine.scheduler.kv.listener.take()
+    events = view.take(news)
+    for each in tier_news:
+        while True:
+            more, is_done = view.take_tiers(each)
+            events += more
+            if is_done:
+                break
+    return events
 
 
 def plain(events: list[KVEvent]) -> list[dict[str, Any]]:
@@ -190,6 +204,7 @@ def test_what_an_adapter_computes_is_announced_under_its_first_name() -> None:
     assert config is not None
     listener, prompt = KVEvents(config, block_size=4), list(range(8))
     kv = kv_cache_manager.KVCacheManager(num_blocks=16, block_size=4, enable_prefix_caching=True)
+    view = KVEventsView()
 
     def announced(name: str, adapter: AdapterRef | None, start: int = 0) -> list[dict[str, Any]]:
         given = EngineCoreRequest(0, name, prompt, SamplingParams(), adapter=adapter, adapter_start=start)
@@ -201,7 +216,7 @@ def test_what_an_adapter_computes_is_announced_under_its_first_name() -> None:
         for index, (block, link) in enumerate(zip(kv.allocate(2), request.hashes, strict=True)):
             if kv.publish(block, link):
                 listener.stored(request, index, None)
-        return plain(listener.take())
+        return plain(view.take(listener.take()[0]))
 
     one = AdapterRef(b"1" * 32, ())
     base, first = announced("base", None), announced("first", one)
