@@ -64,7 +64,7 @@ from quire.engine.protocol.engine_core import (
     ToServer,
 )
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.kv_events import GetKVEvents, KVEventsState
+from quire.engine.protocol.kv_events import FollowKVEvents, GetKVEvents, KVEventsState
 from quire.engine.protocol.kv_store import (
     FoundKV,
     FromStore,
@@ -73,6 +73,7 @@ from quire.engine.protocol.kv_store import (
     KVCopied,
     KVStoreOpened,
     KVStoreStats,
+    KVTiersChanged,
     LoadedKV,
     ToStore,
 )
@@ -429,6 +430,8 @@ class EngineCore:
 
     def handle(self, message: Inbound) -> None:
         match message:
+            case EngineCoreRequest(is_expected=True):
+                self.scheduler.expect(message)
             case EngineCoreRequest() if message.params.structured_outputs is not None:
                 self.compile(message)
             case EngineCoreRequest():
@@ -440,7 +443,8 @@ class EngineCore:
             case AbortRequests():
                 self.abort(message.request_ids)
             case Join():
-                requests = (*(each.core_request for each in self.scheduler.requests.values()), *self.compiling.values())
+                known = (*self.scheduler.requests.values(), *self.scheduler.expected.values())
+                requests = (*(each.core_request for each in known), *self.compiling.values())
                 self.abort([request.request_id for request in requests if request.client == message.client])
                 self.outputs.pop(message.client, None)  # the process that they were for has ended
                 for digest, calls in self.preparing.items():
@@ -468,11 +472,15 @@ class EngineCore:
                 else:
                     state = KVEventsState(call_id, None, replica=self.replica, incarnation=self.incarnation)
                     self.io.send(client, state)
+            case FollowKVEvents():
+                if self.kv_events is not None:
+                    self.publish()
+                    self.kv_events.answer(message)
             case ResetPrefixCache():
                 self.reset_prefix_cache(message)
             case KVCleared(number, _, error):
                 self.answer_reset(number, error)
-            case KVStoreOpened() | FoundKV() | LoadedKV() | GrantedKV() | KVStoreStats():
+            case KVStoreOpened() | FoundKV() | LoadedKV() | GrantedKV() | KVTiersChanged() | KVStoreStats():
                 if isinstance(message, KVStoreOpened) and message.path != self.scheduler.kv_transfers.arena:
                     for number in [*self.clearing]:
                         self.answer_reset(number, "the KV store was started again meanwhile")
@@ -514,6 +522,7 @@ class EngineCore:
             else:
                 rejection = self.scheduler.add(request, grammar)
         if rejection is not None:
+            self.scheduler.expect_no_more(request.request_id)
             self.add_output(request.client, rejection)
 
     def compile(self, request: EngineCoreRequest) -> None:
@@ -538,12 +547,13 @@ class EngineCore:
         self._compile_pool.submit(work)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Abort these requests, including those whose grammar is being compiled; unknown ids are ignored."""
+        """Abort these requests, including those whose grammar is being compiled, and those that are expected; unknown
+        ids are ignored."""
         for request_id in request_ids:
+            ended = self.scheduler.abort(request_id)
             if (request := self.compiling.pop(request_id, None)) is not None:
                 self.add_output(request.client, EngineCoreOutput(request_id, [], finish_reason="abort"))
-            ended = self.scheduler.abort(request_id)
-            if ended is not None:
+            elif ended is not None:
                 self.add_output(ended[0].client, ended[1])
 
     def on_adapter(self, answer: AdapterPrepared) -> None:
@@ -559,6 +569,9 @@ class EngineCore:
         """Forget the prefix cache, and let the KV store forget everything, if the call says so."""
         self.scheduler.kv_transfers.reset()
         self.scheduler.kv.unpublish_all()
+        for client in range(self.io.num_clients):
+            if client != call.client:  # its router has had the cache in its books, too
+                self.io.send(client, PrefixCacheReset(-1, "", self.replica, self.incarnation))
         number = time.monotonic_ns()  # of no earlier call
         self.clearing[number] = call
         if not call.clears_store or self.config.kv_store is None:
@@ -621,8 +634,11 @@ class EngineCore:
         listener = self.scheduler.kv.listener
         if self.kv_events is None or listener is None or self.kv_events.is_full:
             return
-        if events := listener.take():
+        events, tier_news = listener.take()
+        if events:
             self.kv_events.publish(events)
+        if tier_news:
+            self.kv_events.publish_tiers(tier_news)
 
     def snapshot(self) -> EngineStats:
         """Return a copy of the scheduler's stats."""

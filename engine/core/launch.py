@@ -106,7 +106,10 @@ def prepared_core(options: EngineOptions) -> Iterator[None]:
     if options.data_parallel_size_local == 0:
         yield  # this host runs only the API
         return
-    backend, ranks = options.distributed_executor_backend, options.tensor_parallel_size * options.pipeline_parallel_size
+    backend = options.distributed_executor_backend
+    ranks = (options.prefill_tensor_parallel_size or options.tensor_parallel_size) * (  # of replica 0
+        options.prefill_pipeline_parallel_size or options.pipeline_parallel_size
+    )
     has_model = ranks == 1 and backend in ("auto", "uni")
     _prepared.append(start_imports(_CORE, *[_WORKER] * has_model))
     try:

@@ -29,5 +29,5 @@ def _info(given: EngineCoreRequest, request: Request | None) -> RequestInfo:
         info.phase = request.phase
         info.num_cached_tokens = request.num_cached_tokens or 0
         info.num_output_tokens = len(request.token_ids) - num_prompt_tokens
-        info.max_tokens = request.max_tokens - num_prompt_tokens
+        info.max_tokens = limit if given.hands_over else request.max_tokens - num_prompt_tokens
     return info

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from quire.engine.protocol.adapters import AdapterRef
-from quire.engine.protocol.kv_events import GetKVEvents, KVEventsState
+from quire.engine.protocol.kv_events import FollowKVEvents, GetKVEvents, KVEventsNews, KVEventsState
 from quire.engine.protocol.kv_store import KVStoreStats
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.media import MediaItem
@@ -59,6 +59,14 @@ class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
     """The first token that the adapter changes: until there, everything is as without it."""
     adapter_name: str = ""
     """What the request calls the adapter, for KV events."""
+    hands_over: bool = False
+    """Leave the replica after the first token (`EngineCoreOutput.is_handed_over`), unless that is the last one anyway:
+    another replica continues, and loads the KV from the KV store of the host."""
+    is_expected: bool = False
+    """Do not run it yet: another replica computes its prompt. Load what the KV store gets of it, until the request
+    comes again with the first token, or is aborted."""
+    kv_peer: str = ""
+    """Address of the KV store that has its prefix (`LookUpKV.peer`)."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True):
@@ -145,6 +153,7 @@ ToCore = (
     | ListRequests
     | PrepareAdapter
     | GetKVEvents
+    | FollowKVEvents
     | ResetPrefixCache
     | PinAdapters
     | Join
@@ -184,8 +193,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     """With `error`: the request itself is its cause, such as a grammar that allows no next token."""
     is_unavailable: bool = False
     """With `error`: its cause passes, so the request may be sent again."""
-    num_loaded_tokens: tuple[int, int] = (0, 0)
-    """Of `num_cached_tokens`: those whose KV was loaded for the request, from memory and from disk."""
+    num_loaded_tokens: tuple[int, int, int] = (0, 0, 0)
+    """Of `num_cached_tokens`: those whose KV was loaded for it, from memory, from disk and from other hosts."""
+    is_handed_over: bool = False
+    """The last output of a request that `hands_over` from this replica, without a finish reason."""
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
@@ -275,9 +286,10 @@ class PreparedAdapter(msgspec.Struct, tag=True, array_like=True):
 
 
 class PrefixCacheReset(msgspec.Struct, tag=True, array_like=True):
-    """The answer to `ResetPrefixCache`."""
+    """The answer to `ResetPrefixCache`, of which other API processes hear, too."""
 
     call_id: int
+    """-1: another API process has called."""
     error: str = ""
     """Why the KV store has not forgotten everything; empty: it has, or was not asked to."""
     replica: int = 0
@@ -290,6 +302,7 @@ ToServer = (
     | RequestList
     | PreparedAdapter
     | KVEventsState
+    | KVEventsNews
     | KVStoreState
     | PrefixCacheReset
     | ProfileReply

@@ -13,23 +13,31 @@ shared memory that the ranks of the host map, and writes them to disk and reads 
                     ◀──  FoundKV           the tiers of each link
     LoadKV          ──▶
                     ◀──  LoadedKV …        offsets in the arena that stay as they are until ReleaseKV
+    SettleKV        ──▶                what is not being written by now will not come
     ReleaseKV …     ──▶                entries that have been copied
     OfferKV         ──▶
                     ◀──  GrantedKV         offsets that only the ranks of this core write
     StoredKV        ──▶
+    DescribeKV      ──▶
+                    ◀──  KVTiersChanged    for KV events: what the tiers have, and no longer have
+    HeardKVTiers    ──▶
 
 Each core has one connection. Messages of a core are processed in order. A grant belongs to its core until `StoredKV`,
 or until another incarnation of its replica sends `OpenKVStore`, which is when all ranks of the earlier one have ended.
+As soon as a core has ended, nobody waits for what it was granted.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 LINK_BYTES = 16
+TIERS_HEARD = 16
 
-NO_TIER, MEMORY, DISK = 0, 1, 2
-"""Where an entry is: `FoundKV.tiers`."""
+NO_TIER, MEMORY, DISK, PEER = 0, 1, 2, 3
+"""Where an entry is: `FoundKV.tiers`. `PEER`: in the memory of another host's store."""
 
 
 class KVEntry(msgspec.Struct, array_like=True, frozen=True):
@@ -45,6 +53,8 @@ class OpenKVStore(msgspec.Struct, tag=True, array_like=True):
 
     replica: int
     incarnation: int
+    has_events: bool = False
+    """Whether the core is told what the tiers have (`KVTiersChanged`), from the beginning again."""
 
 
 class LookUpKV(msgspec.Struct, tag=True, array_like=True):
@@ -53,16 +63,31 @@ class LookUpKV(msgspec.Struct, tag=True, array_like=True):
 
     call_id: int
     links: list[bytes]
+    counts_granted: bool = False
+    """Entries that some core of this host is writing count as in memory."""
+    peer: str = ""
+    """Address of the other store to load from, if several have the same. Its prompt has been computed, so what some
+    core of it is writing will soon be there."""
 
 
 class LoadKV(msgspec.Struct, tag=True, array_like=True):
-    """Ask for entries in the arena."""
+    """Ask for entries in the arena. Those that some core is writing are loaded when it has written them."""
 
     call_id: int
     """Not in use by another `LoadKV` of this core."""
     entries: list[KVEntry]
     parents: list[bytes] = []
     """For each entry, the link before its own, empty for the first of a chain. Empty list: they are not known."""
+    waits: bool = False
+    """Entries that the store does not have do not fail: they are loaded when some core has stored them."""
+
+
+class SettleKV(msgspec.Struct, tag=True, array_like=True):
+    """A `LoadKV` that `waits` waits no longer for entries that nobody is writing: they fail."""
+
+    call_id: int
+    gives_up: bool = False
+    """It does not wait either for entries that some core is writing."""
 
 
 class ReleaseKV(msgspec.Struct, tag=True, array_like=True):
@@ -76,8 +101,8 @@ class ReleaseKV(msgspec.Struct, tag=True, array_like=True):
 
 
 class OfferKV(msgspec.Struct, tag=True, array_like=True):
-    """Full blocks that the ranks have. The store grants those that it lacks and has room for, and answers each offer
-    once, in order."""
+    """Full blocks that the ranks have, or will have. The store grants those that it lacks and has room for, and answers
+    each offer once, in order."""
 
     entries: list[KVEntry]
     parents: list[bytes] = []
@@ -95,13 +120,42 @@ class StoredKV(msgspec.Struct, tag=True, array_like=True):
     """Where they are. What became of places in another arena is ignored: its store has ended."""
 
 
+class DescribedBlock(msgspec.Struct, array_like=True):
+    """What KV events say of a block."""
+
+    parent: int | None
+    token_ids: list[int]
+    lora_name: str | None
+    extra_keys: tuple[Any, ...] | None
+
+
+class DescribeKV(msgspec.Struct, tag=True, array_like=True):
+    """How KV events name blocks that the core offers, has had written (sent before `StoredKV`), or has loaded. The
+    store tells all cores of their entries."""
+
+    links: list[bytes]
+    numbers: list[int]
+    """Their hashes in events."""
+    blocks: list[bytes]
+    """A `DescribedBlock` each, in msgpack."""
+
+
+class HeardKVTiers(msgspec.Struct, tag=True, array_like=True):
+    """The core has taken all `KVTiersChanged` up to this number, as it says after every `TIERS_HEARD`th. One that has
+    not taken many gets no more until then, and then all from the beginning."""
+
+    number: int
+
+
 class ClearKV(msgspec.Struct, tag=True, array_like=True):
     """Forget all entries, in memory and on disk, except those that are being loaded; these when they are released."""
 
     call_id: int
 
 
-ToStore = OpenKVStore | LookUpKV | LoadKV | ReleaseKV | OfferKV | StoredKV | ClearKV
+ToStore = (
+    OpenKVStore | LookUpKV | LoadKV | SettleKV | ReleaseKV | OfferKV | StoredKV | DescribeKV | HeardKVTiers | ClearKV
+)
 
 
 class KVStoreOpened(msgspec.Struct, tag=True, array_like=True):
@@ -149,6 +203,20 @@ class KVCleared(msgspec.Struct, tag=True, array_like=True):
     """Why some entries may be left on disk; empty: none is."""
 
 
+class KVTiersChanged(msgspec.Struct, tag=True, array_like=True):
+    """Some of the entries of described blocks that have come to a tier or have left it. What came and went meanwhile
+    may be missing, and what is said may have been said before."""
+
+    stored: list[tuple[int, int, int, bytes]]
+    """Tier, kind, number in events, and `DescribedBlock` in msgpack."""
+    removed: list[tuple[int, int, int]]
+    """Tier, kind, and number in events."""
+    is_first: bool = False
+    """Whatever earlier messages have said is void."""
+    number: int = 0
+    """Of all of them since the core has opened the store, from 1 on."""
+
+
 class KVStoreStats(msgspec.Struct, tag=True, array_like=True):
     """Gauges, and counters since the store's start. It sends them to all cores every second."""
 
@@ -172,9 +240,18 @@ class KVStoreStats(msgspec.Struct, tag=True, array_like=True):
     """Reads and writes that failed."""
     disk_error: str = ""
     """Why the disk tier is not in use at present; empty: it is, or there is none."""
+    loaded_peer_bytes: int = 0
+    sent_peer_bytes: int = 0
+    """To the stores of other hosts."""
+    peers: int = 0
+    """Stores of other hosts that this one reads from."""
+    peers_up: int = 0
+    """Those of them that answer."""
+    failed_peers: int = 0
+    """Questions to them that were answered late or wrong."""
 
 
-FromStore = KVStoreOpened | FoundKV | LoadedKV | GrantedKV | KVCleared | KVStoreStats
+FromStore = KVStoreOpened | FoundKV | LoadedKV | GrantedKV | KVCleared | KVTiersChanged | KVStoreStats
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -194,15 +271,17 @@ class KVCopy(msgspec.Struct, array_like=True):
 
 class KVCopyPlan(msgspec.Struct, array_like=True):
     """Copies that ranks begin beside the steps, also in steps that are skipped after a failure. They answer each with
-    `KVCopied`. Until all ranks have answered, no plan writes the blocks of `stores`, nor reads or writes those of
-    `loads`. All plans that write the blocks of `stores` have run; earlier plans, which may still run, may read the
-    blocks of `loads`.
+    `KVCopied`. Until all ranks have answered, no later plan writes the blocks of `stores` and `step_stores`, nor reads
+    or writes those of `loads`. All plans that write the blocks of `stores` have run, and this plan is the last one that
+    writes those of `step_stores`; earlier plans, which may still run, may read the blocks of `loads`.
     """
 
     arena: str
     """Path of the arena. Ranks do not keep another one mapped; without copies it is empty: the store has ended."""
     stores: list[KVCopy] = []
     """From the device to the arena."""
+    step_stores: list[KVCopy] = []
+    """The same, of what this step computes. If the step fails, the content is arbitrary."""
     loads: list[KVCopy] = []
     """From the arena to the device."""
 

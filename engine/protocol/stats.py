@@ -25,6 +25,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
+    """Of started requests: like those of the prefix cache and of loaded KV, counted where a request begins, and not
+    where another replica continues it."""
     generated_tokens: int = 0
     prefilling: int = 0
     """Running requests whose prompt is not computed yet."""
@@ -52,8 +54,10 @@ class EngineStats(msgspec.Struct, array_like=True):
     kv_load_seconds: float = 0.0
     """Duration of all of them, from the decision to load until the request could start."""
     kv_loaded_memory_tokens: int = 0
-    """Prompt tokens of started requests whose KV was loaded, from the store's memory and from its disk."""
+    """Prompt tokens of started requests whose KV was loaded, from the store's memory, from its disk, and from other
+    hosts."""
     kv_loaded_disk_tokens: int = 0
+    kv_loaded_peer_tokens: int = 0
     kv_failed_load_tokens: int = 0
     """Prompt tokens whose KV should have been loaded, and was computed, as the load failed or was late."""
     kv_stored_blocks: int = 0

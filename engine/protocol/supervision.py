@@ -10,6 +10,8 @@ from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.stats import EngineStats
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+ReplicaRole = Literal["any", "prefill", "decode"]
+"""Which requests a replica gets first. Each can run all: a role changes where work is done, never whether."""
 
 
 class Heartbeat(msgspec.Struct, tag=True, array_like=True):
@@ -40,10 +42,15 @@ class Drained(msgspec.Struct, tag=True, array_like=True):
 
 
 class Resize(msgspec.Struct, tag=True, array_like=True):
-    """An API process was asked for another number of replicas; answered with `ResizeReply`, in order."""
+    """An API process was asked for another number of replicas, or for other roles; answered with `ResizeReply`, in
+    order. What is None stays as it is, or follows from the others."""
 
-    count: int
+    count: int | None
     drain_seconds: float
+    prefill: int | None = None
+    """Replicas for prompts; 0: no replica has a role."""
+    decode: int | None = None
+    """Replicas for decodes."""
 
 
 class SetLogLevel(msgspec.Struct, tag=True, array_like=True):
@@ -113,6 +120,14 @@ class ReplicaUp(msgspec.Struct, tag=True, array_like=True):
     stats: EngineStats | None = None
     seconds: dict[str, float] = {}
     """Duration of each phase of its start-up."""
+    max_model_len: int = 0
+    """The longest request that its KV cache is enough for, unless the user has set the length; 0: not known."""
+    tensor_parallel_size: int = 0
+    """Ranks of each of its stages; 0: not known."""
+    stages: list[tuple[int, int]] = []
+    """First and last layer of each of its stages."""
+    kv_peer: str = ""
+    """Where other stores read from the KV store of its host (`HOST:PORT`); empty: nowhere."""
 
 
 class ReplicaLost(msgspec.Struct, tag=True, array_like=True):
@@ -143,6 +158,13 @@ class ReplicaRemoved(msgspec.Struct, tag=True, array_like=True):
     """A replica does not exist any more."""
 
     replica: int
+
+
+class ReplicaRoles(msgspec.Struct, tag=True, array_like=True):
+    """Replicas have other roles from now on. They restart nothing, and running requests stay where they are."""
+
+    roles: dict[int, ReplicaRole]
+    """Of all replicas, also of those that are not up yet; those that are not named have the role "any"."""
 
 
 class EngineFailed(msgspec.Struct, tag=True, array_like=True):
@@ -198,5 +220,5 @@ class AdapterReply(msgspec.Struct, tag=True, array_like=True):
     has_changed: bool
 
 
-EngineState = ReplicaStarting | ReplicaUp | ReplicaLost | ReplicaDraining | ReplicaRemoved | EngineFailed
+EngineState = ReplicaStarting | ReplicaUp | ReplicaLost | ReplicaDraining | ReplicaRemoved | ReplicaRoles | EngineFailed
 ToProcess = EngineState | Drain | Shutdown | ResizeReply | SetLogLevel | Reload | AdapterChanged | AdapterReply

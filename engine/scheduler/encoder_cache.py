@@ -429,13 +429,9 @@ class EncoderCacheManager:
                     self._unread.discard(digest)
                     self._plan.freed.append(digest)
 
-    def requests_with(self, digests: Collection[bytes]) -> dict[Request, MediaItem]:
-        """The requests that have any of these items, and the first one that they have."""
-        found = dict[Request, MediaItem]()
-        for request, spans in self._spans.items():
-            if (item := next((span.item for span in spans if span.item.digest in digests), None)) is not None:
-                found[request] = item
-        return found
+    def requests_with(self, digests: Collection[bytes]) -> list[Request]:
+        """The unfinished requests that have any of these items."""
+        return [request for request, spans in self._spans.items() if any(span.item.digest in digests for span in spans)]
 
     def drop(self, digests: Iterable[bytes]) -> None:
         """Drop items that the workers could not encode, and that no request has."""

@@ -43,8 +43,10 @@ from itertools import chain, takewhile
 from operator import attrgetter
 
 from quire.engine.config.engine_config import KVCacheGroup
+from quire.engine.protocol.kv_store import LINK_BYTES
 from quire.engine.protocol.media import MediaItem
 from quire.engine.scheduler.kv_events import KVEvents
+from quire.engine.scheduler.prefix_length import first_visible_block, prefix_length, windows_of
 
 FREED = -1
 STATE_INTERVAL = 1024
@@ -111,9 +113,7 @@ class KVCacheManager:
         self._in_pages = frozenset(number for number, group in enumerate(groups) if group.fills_pages)
         self.scarce = self.states | self._in_pages
         """Groups whose blocks stay in the prefix cache only at some places (`is_kept`)."""
-        # A token sees the state after the token before it.
-        windows = {number: 2 if group.is_state else group.window for number, group in enumerate(groups)}
-        self.windows = {number: window for number, window in windows.items() if window is not None}
+        self.windows = windows_of(groups)
         """Window of each group that has one, by group number."""
         assert self.windows or self.num_groups == 1, "layers that keep all tokens need one group"
         self._groups = groups
@@ -210,18 +210,7 @@ class KVCacheManager:
 
     def prefix_length(self, hashes: list[bytes], known: Container[bytes]) -> int:
         """Return the blocks of each group in the longest prefix whose next token sees only blocks with known hashes."""
-        stride = self.num_groups
-        length = len(hashes) // stride
-        for group in range(stride):
-            if group not in self.windows:
-                missing = (at for at in range(length) if hashes[at * stride + group] not in known)
-                length = next(missing, length)
-        at, seen = length, self._first_visible_blocks(length)
-        while at > min(seen.values(), default=at):
-            at -= 1
-            if any(at >= first and hashes[at * stride + group] not in known for group, first in seen.items()):
-                length, seen = at, self._first_visible_blocks(at)
-        return length
+        return prefix_length(hashes, known, self.num_groups, self.windows, self.block_size)
 
     def visible_places(self, length: int) -> list[int]:
         """The places in a list of blocks that the token after `length` blocks of each group sees, in order."""
@@ -235,6 +224,11 @@ class KVCacheManager:
     def is_cached(self, block: int) -> bool:
         """Whether a block is in the prefix cache."""
         return self._hash_of[block] is not None
+
+    def link_of(self, block: int) -> bytes | None:
+        """Return the link of a block in the prefix cache; None: it is not there."""
+        digest = self._hash_of[block]
+        return None if digest is None else digest[:LINK_BYTES]
 
     def cached_block(self, digest: bytes) -> int:
         """Return the block in the prefix cache with this hash; `FREED` if there is none."""
@@ -251,8 +245,7 @@ class KVCacheManager:
 
     def _first_visible_block(self, group: int, position: int) -> int:
         """Index, in units of `block_size` tokens, of the group's first block that a query at `position` sees."""
-        window = self.windows.get(group)
-        return 0 if window is None else max(0, position + 1 - window) // self.block_size
+        return first_visible_block(self.windows.get(group), position, self.block_size)
 
     def free_out_of_window(self, blocks: list[int], position: int, num_published: int = 0) -> None:
         """Free the blocks of a request that no query from `position` on sees, and replace them by `FREED`.

@@ -75,7 +75,7 @@ class Request:
     """With KV events: its first blocks, as routers know them."""
     num_offered: int = 0
     """Links of the chain whose blocks are offered to the KV store, or were when it started."""
-    num_loaded_tokens: tuple[int, int] = (0, 0)
+    num_loaded_tokens: tuple[int, int, int] = (0, 0, 0)
     """Of `num_cached_tokens`: see `EngineCoreOutput`."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted."""
@@ -136,6 +136,11 @@ class Request:
     def media_end(self) -> int:
         """The token behind its last image or video; 0 if it has none."""
         return self.core_request.media[-1].end if self.core_request.media else 0
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether another replica began it, which has counted its prompt."""
+        return bool(self.core_request.output_token_ids)
 
     @property
     def num_pending_texts(self) -> int:

@@ -6,13 +6,12 @@ cache.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
 from itertools import chain
 
 from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.scheduler.drafts_in_flight import DraftsInFlight
+from quire.engine.scheduler.event_hashes import chain_salt
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
 from quire.engine.scheduler.plans_in_flight import PlansInFlight
 from quire.engine.scheduler.request import Request
@@ -28,6 +27,8 @@ class RequestBlocks:
         self.kv, self._in_flight, self._drafts, self._media = kv, in_flight, drafts, media
         self.on_published: Callable[[Request], None] | None = None
         """Called when full blocks of a request are published."""
+        self.on_advanced: Callable[[Request, int], None] | None = None
+        """Called when a request that hands over has been moved forward, with the token where the row begins."""
         self.on_free: Callable[[Request], None] | None = None
         """Called before the blocks of a request are taken."""
 
@@ -78,11 +79,13 @@ class RequestBlocks:
     def advance(self, request: Request, count: int) -> list[int]:
         """Move a request forward by `count` tokens in the next plan; returns the blocks allocated for them, which must
         be free."""
-        end = request.num_computed_tokens + count
+        start, end = request.num_computed_tokens, request.num_computed_tokens + count
         new_blocks = self.extend(request, end)
         request.num_computed_tokens, request.last_step = end, self._in_flight.next_step
         if not self.kv.states:  # in a step, rows read states before others are written
             self._publish(request)
+        if request.core_request.hands_over and self.on_advanced is not None:
+            self.on_advanced(request, start)
         return new_blocks
 
     def decode_until(self, request: Request) -> int:
@@ -122,6 +125,8 @@ class RequestBlocks:
     def publish_loaded(self, request: Request, index: int, block: int) -> None:
         """Add a block to the prefix cache that was loaded, whose hash is `request.hashes[index]`."""
         self._add(request, index, block, None)
+        if self.kv.listener is not None:
+            self.kv.listener.loaded(request.hashes[index // self.kv.num_groups * self.kv.num_groups])
 
     def _add(self, request: Request, index: int, block: int, step: int | None) -> None:
         """Add a block with the request's hash number `index` to the prefix cache, and tell routers."""
@@ -141,14 +146,7 @@ class RequestBlocks:
 
     def _salt(self, request: Request) -> bytes:
         """What the hash chain of a request starts from."""
-        known = request.core_request
-        salt, adapter = known.cache_salt, b"" if known.adapter is None else known.adapter.digest
-        if self._media is not None and self._media.is_one_run(known.media):  # each block depends on the whole prompt
-            parts = [salt, array("q", known.prompt_token_ids).tobytes()]
-            parts += [item.digest + item.offset.to_bytes(8) for item in known.media]
-            parts += [adapter + known.adapter_start.to_bytes(8)] * bool(adapter)
-            salt = blake2b(b"".join(len(part).to_bytes(8) + part for part in parts), digest_size=16).digest()
-        return salt
+        return chain_salt(request.core_request, self._media)
 
     def check_integrity(self, running: Sequence[Request], max_row: int, others: Iterable[list[int]] = ()) -> None:
         """Assert that the running requests have the blocks that they need, if a row has at most `max_row` tokens, and

@@ -22,8 +22,8 @@ While drafts of a model pay, a single stage runs ahead only if all rows can be c
 The scheduler coordinates; other objects own the state between its calls: `TokenBudget` decides how many tokens a plan
 contains, `RequestQueue` which request is next, `RunningRequests` which requests have a slot, `RequestBlocks` which
 memory requests have, `EncoderCacheManager` which images are encoded, `AdapterManager` which adapters the workers have,
-`KVTransferManager` which KV is loaded from the host and stored there, `PlansInFlight` which results are awaited, and
-`PlanBuilder` which changes the workers receive.
+`KVTransferManager` which KV is loaded from the host (`KVLoads`) and stored there, `PlansInFlight` which results are
+awaited, and `PlanBuilder` which changes the workers receive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, repeat, takewhile
+from itertools import accumulate, chain, repeat, takewhile
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.adapters import AdapterPrepared
@@ -60,6 +60,9 @@ from quire.engine.scheduler.running_requests import RunningRequests
 from quire.engine.scheduler.structured_output import StartedGrammar, StructuredOutputManager
 from quire.engine.scheduler.token_budget import TokenBudget, TowerTime
 
+_MAX_OFFERED_NEXT = 8
+"""Waiting requests that are looked at for those that start next."""
+
 
 class Scheduler:
     """Owns the requests from `add` to their last output, and their KV blocks."""
@@ -84,6 +87,8 @@ class Scheduler:
         self.adapters = AdapterManager(config, self.stats)
         self.encoder_cache = EncoderCacheManager(config, self.in_flight, self.adapters, self.stats)
         self.requests: dict[str, Request] = {}
+        self.expected: dict[str, Request] = {}
+        """Requests that have not come yet (`expect`)."""
         self.running = RunningRequests(self.config.max_num_seqs)
         self.grammars = GrammarCompiler(config.model)
         self.structured_output = StructuredOutputManager(self.grammars, workers_keep_tokens=self.workers_keep_tokens)
@@ -93,6 +98,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.token_budget = TokenBudget(self.config, self.stages)
         self.kv_transfers = KVTransferManager(config, self.blocks, self.in_flight, self.token_budget, self.stats)
+        self.kv_loads = self.kv_transfers.loads
         self._num_added = 0
         self._admits = True
         """False once this plan has preempted or chosen a victim: that request would be admitted again at once."""
@@ -141,28 +147,57 @@ class Scheduler:
         params, forced = core_request.params, [] if started is None else started.forced
         if started is not None and started.grammar.is_complete:
             return EngineCoreOutput(core_request.request_id, forced, finish_reason="stop")
-        request = Request(
-            core_request=core_request,
-            client=core_request.client,
-            request_id=core_request.request_id,
-            order=(core_request.priority if self.config.policy == "priority" else 0, self._num_added),
-            token_ids=prompt + output + forced,
-            max_tokens=self.limits.max_tokens(core_request),
-            stops=self.limits.stops(core_request),
-            share=self.waiting.share(core_request.share, core_request.weight),
-            num_scored_tokens=len(prompt) - 1 if output and params.prompt_logprobs is not None else 0,
-            unsent_to_client=forced,
-        )
+        request = self._request(core_request, prompt + output + forced)
+        request.num_scored_tokens = len(prompt) - 1 if output and params.prompt_logprobs is not None else 0
+        request.unsent_to_client = forced
         if started is not None:
             request.grammar, request.mask = started.grammar, started.mask
         if len(request.token_ids) >= request.max_tokens:
             return EngineCoreOutput(core_request.request_id, [], finish_reason="length")
         self._num_added += 1
         self.requests[core_request.request_id] = request
+        expected = self.expected.pop(core_request.request_id, None)
         if self.adapters.add(request):
             self.encoder_cache.add(request)
-            self.waiting.add(request)
+            if expected is None or not self.kv_loads.arrive(expected, request):
+                self.waiting.add(request)
+        elif expected is not None:
+            self.kv_loads.finish(expected)
         return None
+
+    def _request(self, core_request: EngineCoreRequest, known: list[int]) -> Request:
+        """A request with these known tokens. One that hands over ends here with the next one."""
+        max_tokens = self.limits.max_tokens(core_request)
+        return Request(
+            core_request=core_request,
+            client=core_request.client,
+            request_id=core_request.request_id,
+            order=(core_request.priority if self.config.policy == "priority" else 0, self._num_added),
+            token_ids=known,
+            max_tokens=min(max_tokens, len(known) + 1) if core_request.hands_over else max_tokens,
+            stops=self.limits.stops(core_request),
+            share=self.waiting.share(core_request.share, core_request.weight),
+        )
+
+    def expect(self, core_request: EngineCoreRequest) -> None:
+        """Load what the KV store gets of a request's prompt, which another replica computes, and its adapter, until the
+        request is added or aborted. There is no output for it, except that it is aborted."""
+        request_id, adapter = core_request.request_id, core_request.adapter
+        if request_id in self.requests:
+            return
+        self.expect_no_more(request_id)
+        request = self.expected[request_id] = self._request(core_request, [*core_request.prompt_token_ids])
+        request.num_scored_tokens = request.num_prompt_tokens - 1  # with the first token, they will have been sent
+        if self.limits.validate(core_request) is None and (adapter is None or not self.adapters.error_of(adapter)[0]):
+            if adapter is not None:
+                self.adapters.prepare(adapter)
+            self.kv_loads.expect(request)
+
+    def expect_no_more(self, request_id: str) -> Request | None:
+        """Forget an expected request; returns it, if there is one."""
+        if (request := self.expected.pop(request_id, None)) is not None:
+            self.kv_loads.finish(request)
+        return request
 
     def on_adapter(self, answer: AdapterPrepared) -> tuple[str | None, list[tuple[Request, EngineCoreOutput]]]:
         """Process a worker's answer about an adapter; returns as `AdapterManager.on_prepared`, and the requests that
@@ -188,6 +223,8 @@ class Scheduler:
 
     def abort(self, request_id: str) -> tuple[Request, EngineCoreOutput] | None:
         """Abort a request and free its blocks. Returns None if it has already ended."""
+        if (expected := self.expect_no_more(request_id)) is not None:
+            return expected, expected.output([], finish_reason="abort")
         request = self.requests.get(request_id)
         if request is None:
             return None
@@ -203,7 +240,7 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.on_finish(request, len(self.running))
         del self.requests[request.request_id]
-        if request.slot is not None or (self.adapters.is_queued(request) and not self.kv_transfers.is_waiting(request)):
+        if request.slot is not None or (self.adapters.is_queued(request) and not self.kv_loads.is_waiting(request)):
             self.waiting.finish(request)
         if request.slot is not None:
             self._remove_from_workers(request)
@@ -226,7 +263,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Return the next plan, or None if nothing can run until a plan in flight has finished."""
         self.kv_transfers.poll()
-        for request in (*self.adapters.take_startable(), *self.kv_transfers.take_startable()):
+        for request in (*self.adapters.take_startable(), *self.kv_loads.take_startable()):
             self._queue(request)
         if self._awaits_drafts():
             return self._chain()
@@ -282,6 +319,8 @@ class Scheduler:
                 self._admit(plan, limits, at_most=1)
         self._schedule_chunks(plan, chunks, limits)
         self._admit(plan, limits)
+        if self.kv_transfers.is_open:
+            self._offer_next()
 
         if (
             plan.num_rows
@@ -460,7 +499,7 @@ class Scheduler:
         self.blocks.free_out_of_window(request)
         needed = self.blocks.pages_needed(request, count)
         if needed > self.kv.num_free:
-            self.kv_transfers.make_room(needed)
+            self.kv_loads.make_room(needed)
             if 0 < needed - self.kv.num_free <= self.kv_transfers.num_returning:
                 return False
         while needed > self.kv.num_free:
@@ -479,7 +518,7 @@ class Scheduler:
                 self.adapters.wait(request)
             elif not (num_free := len(self.running.free_slots)):
                 break
-            elif (is_taken := self.kv_transfers.take(request, num_free)) is None:
+            elif (is_taken := self.kv_loads.take(request, num_free)) is None:
                 self._is_blocked = True
                 return None
             elif not is_taken:
@@ -499,10 +538,10 @@ class Scheduler:
             self._schedule_chunk(plan, request, self._chunk_size(plan, request, limits))
 
     def _find_prefix(self, request: Request) -> list[int] | None:
-        blocks, transfers, row_tokens = self.blocks, self.kv_transfers, self.config.max_num_batched_tokens
-        prefix = blocks.find_prefix(request, row_tokens, transfers.num_reserved(request))
-        while prefix is None and not self.running and transfers.make_way(request):
-            prefix = blocks.find_prefix(request, row_tokens, transfers.num_reserved(request))
+        blocks, loads, row_tokens = self.blocks, self.kv_loads, self.config.max_num_batched_tokens
+        prefix = blocks.find_prefix(request, row_tokens, loads.num_reserved(request))
+        while prefix is None and loads.make_way(request, only_expected=bool(self.running)):
+            prefix = blocks.find_prefix(request, row_tokens, loads.num_reserved(request))
         self._is_blocked = prefix is None
         return prefix
 
@@ -524,10 +563,23 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             request.started_at = time.monotonic()
-            self.stats.prefix_queried_tokens += request.num_prompt_tokens
-            self.stats.prefix_hit_tokens += request.num_cached_tokens
-            self.stats.prompt_tokens += request.num_prompt_tokens
+            if not request.is_resumed:  # the replica that began it has counted its prompt
+                self.stats.prefix_queried_tokens += request.num_prompt_tokens
+                self.stats.prefix_hit_tokens += request.num_cached_tokens
+                self.stats.prompt_tokens += request.num_prompt_tokens
         return True
+
+    def _offer_next(self) -> None:
+        """Let the next requests that hand over offer the KV store what they will compute, as far as the next plan has
+        room for them."""
+        room = self.config.max_num_batched_tokens - sum(
+            request.num_pending_tokens for request in self.running.prefilling
+        )
+        for request in chain(self.kv_loads.waiting, self.waiting.first(_MAX_OFFERED_NEXT)):
+            if room <= 0 or self._is_blocked:
+                break
+            self.kv_transfers.offer_ahead(request)
+            room -= len(request.token_ids)
 
     def _preempt_for_share(self) -> None:
         """Preempt the newest request of the most loaded share, if the next request finds no place and its share has a
@@ -585,6 +637,7 @@ class Scheduler:
             self._end_with(result.encoding_failures, outputs)
         self.in_flight.finish(plan)
         self.kv.mark_written(plan.step)
+        self.kv_transfers.on_finished()
         self.encoder_cache.on_finished(plan.step)
         if self.speculation is not None:
             self.speculation.on_result(plan, None if result.failure else time.perf_counter())
@@ -643,9 +696,8 @@ class Scheduler:
         """
         outputs = OutputsByClient()
         for request, output in self.structured_output.process(is_idle=is_idle):
+            self._on_output(request, output)
             outputs.add(request, output)
-            if output.finish_reason is not None:
-                self._finish(request, output.finish_reason)
         self.stats.generated_tokens += outputs.num_tokens
         return outputs
 
@@ -667,32 +719,40 @@ class Scheduler:
             if request.slot is not None:
                 self._requeue(request)
         self.kv.unpublish_unwritten()
+        self.kv_transfers.on_failed(plan.step)
         self.encoder_cache.on_failed(plan.step)
 
     def _end_with(self, failures: dict[bytes, str], outputs: OutputsByClient) -> None:
-        """End the requests with images that could not be encoded. What the workers computed of them since is wrong, and
-        no other request can have used it: the hashes of such blocks include the image."""
-        for request, item in self.encoder_cache.requests_with(failures).items():
+        """End the requests with images that could not be encoded."""
+        ended = self.encoder_cache.requests_with(failures)
+        for request in ended:
+            first = next(item for item in request.core_request.media if item.digest in failures)
             output = self._end(request, "error")
-            output.error = failures[item.digest]
+            output.error = failures[first.digest]
             outputs.add(request, output)
-            self.kv.unpublish(request.hashes[self.kv.num_full_blocks(item.offset) :])
+        for request in {*ended, *chain.from_iterable(self.in_flight.rows.values())}:
+            if starts := [item.offset for item in request.core_request.media if item.digest in failures]:
+                self._withdraw(request, starts[0])
         self.encoder_cache.drop(failures)
 
     def _end_adapted(self, failures: dict[bytes, str], outputs: OutputsByClient) -> None:
-        """End the requests with adapters that could not be placed. What their rows in flight compute is wrong, also for
-        those that have been aborted; no other request can have used it: the hashes of such blocks include the adapter.
-        """
+        """End the requests with adapters that could not be placed."""
         for digest, reason in failures.items():
             for request in self.adapters.requests_of(digest):
                 output = self._end(request, "error")
                 output.error = reason
                 outputs.add(request, output)
             self.adapters.on_failed(digest)
-        for request in {request for rows in self.in_flight.rows.values() for request in rows}:
+        for request in {*chain.from_iterable(self.in_flight.rows.values())}:
             adapter = request.core_request.adapter
             if adapter is not None and adapter.digest in failures:
-                self.kv.unpublish(request.hashes)
+                self._withdraw(request, 0)
+
+    def _withdraw(self, request: Request, start: int) -> None:
+        """Drop what was computed of a request from this token on: it is wrong, also if the request has been aborted
+        since. No other request can have used it: the hashes of such blocks include the image, or the adapter."""
+        self.kv.unpublish(request.hashes[self.kv.num_full_blocks(start) :])
+        self.kv_transfers.withdraw(request)
 
     def _verify(
         self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs | None], num_made: int
@@ -737,15 +797,25 @@ class Scheduler:
             reason = "stop"
         elif len(request.token_ids) >= request.max_tokens:
             reason = "length"
-        if reason is not None:
-            self._finish(request, reason)
         request.is_plain = request.core_request.params.logprobs is None
-        return request.output(
+        output = request.output(
             [*request.unsent_to_client, *token_ids],
             [each for each in logprobs if each is not None] or None,
             reason,
             token_id if token_id in request.stops else None,
         )
+        self._on_output(request, output)
+        return output
+
+    def _on_output(self, request: Request, output: EngineCoreOutput) -> None:
+        """Finish a request with its last output here, unless it goes on. One that hands over continues elsewhere."""
+        if output.finish_reason is None:
+            return
+        self._finish(request, output.finish_reason)
+        core_request = request.core_request
+        if core_request.hands_over and output.finish_reason == "length":
+            output.is_handed_over = len(request.token_ids) < self.limits.max_tokens(core_request)
+            output.finish_reason = None if output.is_handed_over else "length"
 
     # --- state ------------------------------------------------------------------------------------------------
 

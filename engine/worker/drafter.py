@@ -22,13 +22,14 @@ from torch import Tensor
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.layers.batch import Batch, KVBlocks, RecentTokens
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.protocol.scheduler_output import CATCH_UP_TOKENS
 from quire.engine.worker.async_copies import send
 from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.input_batch import InputBatch, Ints, StepRows
+from quire.engine.worker.recent_slots import RecentSlots
 from quire.engine.worker.sampler import Sampler
 from quire.kernels import HostMetadata
 
@@ -157,7 +158,7 @@ class DraftModel:
         )
         accepted = step.accepted_of(drafting)
         places, positions = places + accepted, positions + accepted
-        ahead = RowsAhead.of(span.batch, row_numbers, limits, newest[drafting], input_batch.block_size)
+        ahead = RowsAhead.of(span.batch, row_numbers, limits, newest[drafting], input_batch)
         tokens = [self._sample(hidden[places], input_batch, slots[drafting], positions + 1)]
         for number in range(1, int(most[drafting].max())):
             positions = positions + 1
@@ -184,12 +185,18 @@ class RowsAhead:
     newest: Ints
     """Positions of the newest tokens, at most."""
     block_size: int
+    recent: RecentSlots | None
+    owners: Tensor | None
+    """`[rows]`, the request slots, if there is `recent`."""
 
     @staticmethod
-    def of(batch: Batch, rows: Tensor, limits: Tensor, newest: Ints, block_size: int) -> RowsAhead:
+    def of(batch: Batch, rows: Tensor, limits: Tensor, newest: Ints, input_batch: InputBatch) -> RowsAhead:
         """For these rows of a batch whose tables reach far enough."""
         tables = {group: batch.attention(group).block_tables.index_select(0, rows) for group in batch.groups}
-        return RowsAhead(tables, limits, newest, block_size)
+        recent, owners = input_batch.recent, None
+        if recent is not None and batch.recent is not None:  # the last token of a row is in its ring
+            owners = recent.owners(batch.recent.slots[batch.query_starts[rows + 1] - 1])
+        return RowsAhead(tables, limits, newest, input_batch.block_size, recent, owners)
 
     def batch(self, token_ids: Tensor, positions: Tensor, number: int) -> Batch:
         """The batch of tokens at these positions, `number` after the newest that are not guessed."""
@@ -200,6 +207,9 @@ class RowsAhead:
         for group, table in self.tables.items():
             slots = table.gather(1, blocks[:, None])[:, 0] * self.block_size + offsets
             groups[group] = KVBlocks(torch.where(is_kept, slots, -1), table)
+        kept: RecentTokens | None = None
+        if self.recent is not None and self.owners is not None:
+            kept = RecentTokens(torch.where(is_kept, self.recent.in_ring(self.owners, within), -1))
         rows = len(token_ids)
         starts = torch.arange(rows + 1, device=token_ids.device)
         lengths = self.newest + number + 1 if token_ids.is_cuda else (within + 1).numpy()
@@ -211,6 +221,7 @@ class RowsAhead:
             logits_indices=starts[:rows],
             groups=groups,
             host=HostMetadata(np.ones(rows, np.int64), lengths),
+            recent=kept,
         )
 
 

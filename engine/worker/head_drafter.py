@@ -54,7 +54,7 @@ class HeadDrafter:
         if count > 1:
             span = input_batch.span(own, newest[drafting] - 1, np.ones_like(own), ahead=count, as_decodes=False)
             everyone = torch.arange(len(own), device=out.device)
-            ahead = RowsAhead.of(span.batch, everyone, limits, newest[drafting] - 1, input_batch.block_size)
+            ahead = RowsAhead.of(span.batch, everyone, limits, newest[drafting] - 1, input_batch)
         for number in range(1, count):
             # The head reads the draft at the position before the draft's own.
             batch = ahead.batch(tokens[-1], positions + (number - 1), number)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import sys
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.kv_cache_groups import KVCacheShape
-from quire.engine.config.kv_layout import kv_layout, rank_copies
+from quire.engine.config.kv_layout import KVSlices, kv_layout, rank_copies
 from quire.engine.kv_store.arena import open_arena
 from quire.engine.protocol.kv_store import KVCopied, KVCopy, KVCopyPlan
 
@@ -28,20 +30,30 @@ logger = logging.getLogger(__name__)
 _BATCH_BYTES = 32 << 20
 """Bytes that are copied before the next copies are chosen and ended ones are reported."""
 _CLOSE_TIMEOUT = 2.0
+_PARTS = 4
+"""Parts of a stage's layers in which the entries of a step are copied beside it."""
+_ALL_LAYERS = range(sys.maxsize)
 
 
 class PendingCopy(NamedTuple):
-    """A copy to be made."""
+    """A copy to be made, or the part of some layers."""
 
     arena: str
     copy: KVCopy
     is_store: bool
     ready: torch.cuda.Event | None
-    """Earlier steps have ended, on a GPU."""
+    """Earlier steps have ended, on a GPU, or the layers have been computed."""
+    layers: range = _ALL_LAYERS
+    """Numbers of layers in the order of the model."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last part; the others come before it."""
+        return self.layers.stop == sys.maxsize
 
 
 class KVCopies:
-    """The copies of a rank. Those that requests wait for come first: the loads."""
+    """The copies of a rank. Those that requests wait for come first: the loads, then what other replicas load."""
 
     def __init__(
         self,
@@ -59,7 +71,16 @@ class KVCopies:
         self._path, self._arena = "", torch.empty(0, dtype=torch.uint8)
         self._newest = ""
         """The arena of the last plan: no other one stays mapped, as its store may have ended."""
-        self._loads, self._stores = deque[PendingCopy](), deque[PendingCopy]()
+        self._loads, self._parts, self._stores = (deque[PendingCopy]() for _ in range(3))
+        self._step, self._num_computed = KVCopyPlan(""), 0
+        """The last plan with copies of what its step computes, and the layers of it that have been given to the thread:
+        all with lower numbers."""
+        self._failed = set[int]()
+        """Numbers of copies of which a part has failed."""
+        own = config.parallel.stages[config.parallel.stage_of(rank)]
+        self._first_layer = own.start
+        self._marks = {len(own) * part // _PARTS for part in range(1, _PARTS)}
+        """Numbers of layers in the stage before which a part ends."""
         self._changed, self._is_closed = threading.Condition(), False
         threads, started = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True, name="kv-copies")
@@ -67,17 +88,42 @@ class KVCopies:
         started.wait()
         torch.set_num_threads(threads)  # new threads inherit the last value
 
-    def begin(self, plan: KVCopyPlan) -> None:
-        """Begin copies, after the steps that have been launched."""
-        ready: torch.cuda.Event | None = None
-        if self._staging is not None:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(self._device))
+    def begin(self, plan: KVCopyPlan) -> Callable[[int], None] | None:
+        """Begin copies, after the steps that have been launched. Returns what is to be called during the plan's step
+        (`Batch.on_layer`), after which `end_step` is; None: it need not be called."""
+        ready = self._ready()
         with self._changed:
             self._newest = plan.arena
             self._loads.extend(PendingCopy(plan.arena, copy, False, ready) for copy in plan.loads)
             self._stores.extend(PendingCopy(plan.arena, copy, True, ready) for copy in plan.stores)
             self._changed.notify()
+        self._step, self._num_computed = plan, 0
+        return self._on_layer if plan.step_stores else None
+
+    def _on_layer(self, number: int) -> None:
+        if number + 1 in self._marks:
+            self._store_layers(self._first_layer + number + 1)
+
+    def end_step(self) -> None:
+        """Begin the copies of what is left of the step, all of which has been launched."""
+        if self._step.step_stores:
+            self._store_layers(sys.maxsize)
+
+    def _store_layers(self, end: int) -> None:
+        """Begin the copies of the step's layers with numbers before `end`."""
+        layers, ready, arena = range(self._num_computed, end), self._ready(), self._step.arena
+        self._num_computed = end
+        with self._changed:
+            self._parts.extend(PendingCopy(arena, copy, True, ready, layers) for copy in self._step.step_stores)
+            self._changed.notify()
+
+    def _ready(self) -> torch.cuda.Event | None:
+        """The end of the steps that have been launched, on a GPU."""
+        if self._staging is None:
+            return None
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(torch.cuda.current_stream(self._device))
+        return ready
 
     def close(self) -> None:
         """End the thread after the copies at hand. Others are not made."""
@@ -96,7 +142,7 @@ class KVCopies:
             if not batch:
                 self._unmap()  # without the lock: giving much memory back takes seconds
                 continue
-            numbers = [each.copy.number for each in batch]
+            numbers = [each.copy.number for each in batch if each.is_last]
             try:
                 self._copy(batch)
             except Exception as error:
@@ -104,28 +150,32 @@ class KVCopies:
                 logger.warning(
                     "%d copies between KV cache and store failed: %r", len(batch), error, exc_info=not is_expected
                 )
-                self._on_copied(KVCopied(self._rank, numbers, numbers))
-            else:
-                self._on_copied(KVCopied(self._rank, numbers))
+                self._failed.update(each.copy.number for each in batch)
+            if numbers:
+                self._on_copied(KVCopied(self._rank, numbers, [each for each in numbers if each in self._failed]))
+                self._failed.difference_update(numbers)
 
     def _next(self) -> list[PendingCopy] | None:
         """Wait for copies, and take some of one direction and arena. Empty: the arena is no longer to be mapped; None:
         closed."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._loads or self._stores or self._is_closed or self._path not in ("", self._newest)
-            )
+            self._changed.wait_for(lambda: self._has_copies or self._is_closed or self._path not in ("", self._newest))
             if self._is_closed:
                 return None
-            if not self._loads and not self._stores:
+            if not self._has_copies:
                 return []
-            pending, batch, size = self._loads or self._stores, list[PendingCopy](), 0
-            while pending and pending[0].arena == (batch or pending)[0].arena:
-                size += self._slices[pending[0].copy.kind].size
+            pending, batch, size = self._loads or self._parts or self._stores, list[PendingCopy](), 0
+            arena, ready = pending[0].arena, pending[0].ready
+            while pending and (pending[0].arena, pending[0].ready) == (arena, ready):
+                size += sum(number * own.rows.number * own.size for own, _, number in self._slices_of(pending[0]))
                 if batch and size > _BATCH_BYTES:
                     break
                 batch.append(pending.popleft())
             return batch
+
+    @property
+    def _has_copies(self) -> bool:
+        return bool(self._loads or self._parts or self._stores)
 
     def _copy(self, batch: list[PendingCopy]) -> None:
         """Make copies. Raises `OSError` if the arena is not there, and other errors if something else fails."""
@@ -149,17 +199,24 @@ class KVCopies:
 
     def _views(self, pending: PendingCopy) -> Iterator[tuple[Tensor, Tensor]]:
         """The slices of an entry: in the memory of the device, and in the arena."""
-        copy = pending.copy
-        kind, slices = self._kinds[copy.kind], self._slices[copy.kind]
+        copy, kind = pending.copy, self._kinds[pending.copy.kind]
         assert len(copy.blocks) == len(kind.groups)
         assert all(0 <= block < self._num_blocks for block in copy.blocks)
         assert 0 <= copy.offset <= len(self._arena) - kind.size
-        for own in slices.stores if pending.is_store else slices.loads:
-            shape = own.layers.number, own.rows.number, own.size
-            start = own.memory_start + copy.blocks[own.group] * own.block_stride
+        for own, first, number in self._slices_of(pending):
+            shape = number, own.rows.number, own.size
+            start = own.memory_start + first * own.layers.memory + copy.blocks[own.group] * own.block_stride
             memory = self._memory[own.shape].as_strided(shape, (own.layers.memory, own.rows.memory, 1), start)
-            start = copy.offset + own.entry_start
+            start = copy.offset + own.entry_start + first * own.layers.entry
             yield memory, self._arena.as_strided(shape, (own.layers.entry, own.rows.entry, 1), start)
+
+    def _slices_of(self, pending: PendingCopy) -> Iterator[tuple[KVSlices, int, int]]:
+        """The slices of an entry, with the first layer of each that is copied, and their number."""
+        slices = self._slices[pending.copy.kind]
+        for own in slices.stores if pending.is_store else slices.loads:
+            first, end = (bisect_left(own.numbers, each) for each in (pending.layers.start, pending.layers.stop))
+            if first < end:
+                yield own, first, end - first
 
 
 class KVStaging:

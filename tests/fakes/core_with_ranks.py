@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Self
 
+import msgspec
 import torch
 
 from quire.engine.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
@@ -45,6 +48,9 @@ class CountingWire(EngineCoreIO):
         for submit in submits:
             self.inbox.put(submit)
 
+    def on_output(self, output: EngineCoreOutput) -> None:
+        """Called for each output."""
+
     def send(self, client: int, message: ToServer) -> None:
         match message:
             case ProbeReply(call_id):  # the first may be the answer of a plan made before the last request ended
@@ -52,21 +58,29 @@ class CountingWire(EngineCoreIO):
             case EngineCoreOutputs():
                 for output in each(message):
                     self.outputs[output.request_id].append(output)
-                    self._open -= output.finish_reason is not None
+                    self._open -= output.finish_reason is not None or output.is_handed_over
+                    self.on_output(output)
                 if not self._open:
                     self.inbox.put(Probe(0, 0))
 
 
 class LocalStore(KVStore):
-    """Of one core at a time."""
+    """Of cores in threads."""
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.kv_store is not None
-        self.inbox: SimpleQueue[Inbound] = SimpleQueue()
+        self.inboxes: dict[bytes, SimpleQueue[Inbound]] = {}
+        self._lock = threading.Lock()
         super().__init__(kv_layout(config).kinds, config.kv_store.memory_bytes, self._reply)
 
+    def exchange(self, client: bytes, message: ToStore) -> None:
+        """Handle a message of a core, and check the books."""
+        with self._lock:
+            self.handle(client, message)
+            self.check_integrity()
+
     def _reply(self, client: bytes, message: FromStore) -> None:
-        self.inbox.put(message)
+        self.inboxes[client].put(message)
 
 
 class StoreWire(CountingWire):
@@ -75,15 +89,16 @@ class StoreWire(CountingWire):
 
     core: EngineCore
 
-    def __init__(self, submits: list[EngineCoreRequest], store: LocalStore) -> None:
+    def __init__(self, submits: list[EngineCoreRequest], store: LocalStore, replica: int = 0) -> None:
         super().__init__(submits)
         self.has_store, self._store, self._submits, self.inbox = True, store, submits, SimpleQueue()
-        self._num_opened = 0
-        store.inbox = self.inbox
+        self._num_opened, self._replica = 0, replica
+        store.inboxes[b"%d" % replica] = self.inbox
 
     def send_store(self, message: ToStore) -> None:
-        self._store.handle(b"core", message)
-        self._store.check_integrity()
+        if isinstance(message, OpenKVStore):
+            message.replica = self._replica
+        self._store.exchange(b"%d" % self._replica, message)
         if isinstance(message, OpenKVStore):
             self._num_opened += 1
             for submit in self._submits if self._num_opened == 2 else ():  # the first time, the arena is new
@@ -94,6 +109,19 @@ class StoreWire(CountingWire):
             self.inbox.put(Probe(0, 1))
         else:
             super().send(client, message)
+
+
+class PrefillWire(StoreWire):
+    """Has prompts computed: their requests continue at another replica."""
+
+    def __init__(self, submits: list[EngineCoreRequest], store: LocalStore, decode: StoreWire) -> None:
+        super().__init__([msgspec.structs.replace(each, hands_over=True) for each in submits], store, 1)
+        self._decode, self._all = decode, {each.request_id: each for each in submits}
+
+    def on_output(self, output: EngineCoreOutput) -> None:
+        assert output.is_handed_over
+        submit = msgspec.structs.replace(self._all[output.request_id], output_token_ids=output.token_ids)
+        self._decode.inbox.put(submit)
 
 
 class CheckedCore(EngineCore):
@@ -143,18 +171,8 @@ class Ranks:
         `second_segments`; `media` are the images and videos of each, `adapters` their adapters. `speculation`
         makes the drafts. `prepare` is called before they run.
         """
-        scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
-        cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
-        assert scheduler.keys() | cache.keys() == settings.keys()
-        if "max_num_batched_tokens" in scheduler:
-            scheduler.setdefault("dynamic_chunking", False)  # as if the user had given a number
-        blocks = num_blocks or self.config.cache.num_blocks
-        assert blocks <= self.config.cache.num_blocks
-        config = replace(
-            self.config,
-            scheduler=replace(self.config.scheduler, **scheduler),
-            cache=replace(self.config.cache, num_blocks=blocks, **cache),
-        )
+        config = self.configured(num_blocks, **settings)
+        blocks = config.cache.num_blocks
         submits = [
             EngineCoreRequest(
                 0,
@@ -169,11 +187,7 @@ class Ranks:
             for i, (prompt, params) in enumerate(requests)
         ]
         wire = CountingWire(submits) if self.store is None else StoreWire(submits, self.store)
-        self.executor.on_report = wire.inbox.put
-        self._num_runs += 1
-        core = CheckedCore(config, self.executor, wire, incarnation=self._num_runs)
-        if isinstance(wire, StoreWire):
-            wire.core = core
+        core = self.core(config, wire)
         core.scheduler.speculation = speculation or core.scheduler.speculation
         self.scheduler = core.scheduler
         prepare(core.scheduler)
@@ -190,6 +204,55 @@ class Ranks:
         for outputs in wire.outputs.values():
             assert [o.finish_reason is not None for o in outputs] == [False] * (len(outputs) - 1) + [True]
         return list(wire.outputs.values())
+
+    def configured(self, num_blocks: int | None = None, **settings: Any) -> EngineConfig:
+        """Return the configuration with these settings, see `run`."""
+        scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
+        cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
+        assert scheduler.keys() | cache.keys() == settings.keys()
+        if "max_num_batched_tokens" in scheduler:
+            scheduler.setdefault("dynamic_chunking", False)  # as if the user had given a number
+        blocks = num_blocks or self.config.cache.num_blocks
+        assert blocks <= self.config.cache.num_blocks
+        return replace(
+            self.config,
+            scheduler=replace(self.config.scheduler, **scheduler),
+            cache=replace(self.config.cache, num_blocks=blocks, **cache),
+        )
+
+    def core(self, config: EngineConfig, wire: CountingWire) -> CheckedCore:
+        """Return a core for these ranks."""
+        self.executor.on_report = wire.inbox.put
+        self._num_runs += 1
+        core = CheckedCore(config, self.executor, wire, incarnation=self._num_runs)
+        if isinstance(wire, StoreWire):
+            wire.core = core
+        return core
+
+    def continued(
+        self,
+        prefill: Ranks,
+        requests: list[tuple[list[int], SamplingParams]],
+        *,
+        is_expected: bool = True,
+        **settings: Any,
+    ) -> list[list[EngineCoreOutput]]:
+        """Let other ranks compute the prompts, with `settings` (see `run`), and these ranks continue; returns the
+        outputs of both. `is_expected`: these ranks load what the others store meanwhile."""
+        assert self.store is not None
+        submits = [EngineCoreRequest(0, str(i), prompt, params) for i, (prompt, params) in enumerate(requests)]
+        wire = StoreWire(submits, self.store)
+        first = PrefillWire(submits, self.store, wire)
+        wire._submits = [msgspec.structs.replace(each, is_expected=True) for each in submits if is_expected]
+        cores = self.core(self.config, wire), prefill.core(prefill.configured(**settings), first)
+        with ThreadPoolExecutor(2) as pool:
+            for ended in [pool.submit(core.run) for core in cores]:
+                ended.result(60.0)
+        for core in cores:
+            assert not core.scheduler.requests
+            assert not core.scheduler.expected
+        self.stats, prefill.stats = (core.scheduler.snapshot() for core in cores)
+        return [first.outputs[each.request_id] + wire.outputs[each.request_id] for each in submits]
 
     def tokens(self, requests: list[tuple[list[int], SamplingParams]], **settings: Any) -> list[list[int]]:
         """The same, but only the tokens of the outputs."""

@@ -105,11 +105,15 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_cache_dtype": "int8", "quantization": "int8"}, {"enforce_eager": True, "block_size": 4}],
+    [
+        {"kv_cache_dtype": "int8", "quantization": "int8"},
+        {"kv_cache_dtype": "int4"},
+        {"enforce_eager": True, "block_size": 4},
+    ],
     ids=str,
 )
 def test_with_other_options(options: dict[str, Any]) -> None:
-    check(configured(DEMO_MODEL, DEMO_MODEL, **options), least=1.0 if "block_size" in options else 0.8)
+    check(configured(DEMO_MODEL, DEMO_MODEL, **options), least=0.8 if "quantization" in options else 1.0)
 
 
 def test_the_bundled_draft_model_is_mostly_right() -> None:

@@ -55,10 +55,12 @@ def scarce(config: EngineConfig) -> int:
     return min(cache.num_blocks, -(-least // page) * page + 2 * page)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_one_layout_reads_what_it_stored(tp: int, pp: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "dtype"), [(1, 1, "auto"), (2, 1, "auto"), (1, 2, "auto"), (2, 2, "auto"), (2, 1, "int4")]
+)
+def test_one_layout_reads_what_it_stored(tp: int, pp: int, dtype: str) -> None:
     """Each run begins with an empty prefix cache: then in few blocks, in chunks, ahead of the device, with drafts."""
-    config = configured(DEMO_MODEL, tp, pp)
+    config = configured(DEMO_MODEL, tp, pp, kv_cache_dtype=dtype)
     asked = requests()
     with Ranks(config, ThreadExecutor(config)) as ranks:
         expected = ranks.tokens(asked, enable_prefix_caching=False)

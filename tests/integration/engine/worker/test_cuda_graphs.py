@@ -425,7 +425,7 @@ def test_op_replay_captures_the_steps_of_every_family(
     [
         *((family, {}) for family in ("Llama", "Gemma 3n", "DeepSeek V3.2", "Qwen3-Next", "DeepSeek V4")),
         *(("Llama", options) for options in ({"dtype": "bfloat16"}, {"quantization": "int8"})),
-        ("Llama", {"kv_cache_dtype": "int8"}),
+        *(("Llama", {"kv_cache_dtype": dtype}) for dtype in ("int8", "int4")),
     ],
 )
 def test_op_replay_captures_steps_when_they_first_occur(

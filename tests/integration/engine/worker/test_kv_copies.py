@@ -208,6 +208,57 @@ def test_loads_come_before_stores(copies: Any, tmp_path: Path) -> None:
     assert [ends.get(timeout=60).numbers for _ in range(2)] == [[2, 3], [1]]
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_what_a_step_computes_is_copied_layer_by_layer(copies: Any, tmp_path: Path) -> None:
+    """Beside the step; it is reported when all of it has been copied."""
+    made, ends, _ = copies
+    (memory,), arena, size = made._memory.values(), tmp_path / "arena", made._kinds[0].size
+    memory.copy_(torch.randint(1, 256, memory.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
+    entries = [KVCopy(number, 0, number * size, [block]) for number, block in enumerate((5, 2))]
+    arena.write_bytes(bytes(2 * size))
+    made.begin(KVCopyPlan(str(arena), stores=entries))
+    assert ends.get(timeout=60) == KVCopied(0, [0, 1])
+    whole = arena.read_bytes()
+    arena.write_bytes(bytes(2 * size))
+    on_layer = made.begin(KVCopyPlan(str(arena), step_stores=entries))
+    for number in range(3):
+        on_layer(number)
+    half = b"".join(whole[at : at + size // 2] + bytes(size // 2) for at in (0, size))  # three of six layers
+    wait_until(lambda: arena.read_bytes() == half)
+    assert ends.empty()
+    for number in range(3, 6):
+        on_layer(number)
+    wait_until(lambda: not made._parts)
+    assert ends.empty()
+    made.end_step()
+    assert ends.get(timeout=60) == KVCopied(0, [0, 1])
+    assert arena.read_bytes() == whole
+    on_layer = made.begin(KVCopyPlan(str(tmp_path / "none"), step_stores=entries[:1]))
+    on_layer(0)
+    wait_until(lambda: bool(made._failed))
+    made.end_step()
+    assert ends.get(timeout=60) == KVCopied(0, [0], [0])
+    assert not made._failed
+
+
+def test_parts_of_entries_fill_batches(copies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, _ = copies
+    made.close()
+    made._is_closed, size = False, made._kinds[0].size
+    monkeypatch.setattr("quire.engine.worker.kv_copies._BATCH_BYTES", size)
+    made.begin(KVCopyPlan("arena", step_stores=[KVCopy(number, 0, number * size, [number]) for number in range(8)]))
+    made._on_layer(0)  # one of six layers
+    assert [len(made._next()) for _ in range(2)] == [6, 2]
+    made.end_step()
+    assert len(made._next()) == 1
+
+
 def test_copies_through_pinned_memory_are_the_same(
     copies: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +313,7 @@ def test_layouts_read_all_kinds(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
 def test_layouts_read_quantized_rows(dtype: str, tmp_path: Path) -> None:
     write("Qwen3", tmp_path)
     layouts = [layout(1, 1), layout(4, 1), layout(1, 2)]

@@ -209,7 +209,7 @@ def test_each_replica_loads_and_stores(monkeypatch: pytest.MonkeyPatch) -> None:
             assert them.wires[replica].answer("loaded") == continuation(prompt, 5)
             assert them.cores[replica].scheduler.stats.kv_loaded_memory_tokens == 36
             them.wires[replica].inbox.put(ResetPrefixCache(0, replica))
-        stores[1].handle = lambda message: []  # type: ignore[method-assign]
+        stores[1].handle = lambda message, core=0: []  # type: ignore[method-assign]
         them.submit(0, "long", [1, 2, 3], 120)
         them.submit(1, "late", prompt, 5)
         assert them.wires[1].answer("late") == continuation(prompt, 5)

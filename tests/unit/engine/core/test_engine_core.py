@@ -203,6 +203,34 @@ def test_nothing_runs_on_for_the_predecessor_of_an_api_process_that_joins() -> N
     core.scheduler.check_integrity()
 
 
+def test_an_expected_request_is_silent_until_it_comes_or_is_aborted() -> None:
+    core = core_with({}, [])
+
+    def expect(client: int, request_id: str, prompt: list[int]) -> None:
+        core.handle(msgspec.structs.replace(submit(client, request_id, prompt), is_expected=True))
+
+    for request_id in ("comes", "aborted", "invalid"):
+        expect(0, request_id, [] if request_id == "invalid" else [*range(9)])
+    expect(1, "of an ended process", [1])
+    core.handle(submit(0, "runs", [1]))
+    expect(0, "runs", [1])
+    assert core.schedule() is not None
+    core.handle(ListRequests(0, 7, 9))
+    listed = wire_of(core).sent.pop()[1]
+    assert isinstance(listed, RequestList)
+    assert [each.request_id for each in listed.requests] == ["runs"]
+    core.handle(Join(1))
+    assert {*core.scheduler.expected} == {"comes", "aborted", "invalid"}
+    core.handle(AbortRequests(["aborted", "aborted"]))
+    core.handle(submit(0, "invalid", []))
+    core.handle(submit(0, "comes", [*range(9)]))
+    ended = [(output.request_id, output.finish_reason) for output in core.outputs.pop(0).outputs]
+    assert ended == [("aborted", "abort"), ("invalid", "error")]
+    assert {*core.scheduler.requests} == {"runs", "comes"}
+    assert not core.scheduler.expected
+    core.scheduler.check_integrity()
+
+
 def test_the_log_level_and_the_configuration_of_the_logs_reach_the_ranks() -> None:
     reload = Reload('{"version": 1}', "info")
     core = core_with({0: [SetLogLevel("error"), reload, Shutdown()]}, [Probe(0, 7)])
@@ -307,8 +335,12 @@ def test_a_call_to_clear_the_store_is_answered_when_it_has_been() -> None:
     def answers() -> list[tuple[int, int, str]]:
         sent = [(client, message) for client, message in wire.sent if isinstance(message, PrefixCacheReset)]
         wire.sent.clear()
-        return [(client, message.call_id, message.error) for client, message in sent]
+        return [(client, message.call_id, message.error) for client, message in sent if message.call_id >= 0]
 
+    core.handle(ResetPrefixCache(0, 0))
+    told = [(client, message.call_id) for client, message in wire.sent if isinstance(message, PrefixCacheReset)]
+    assert told == [(1, -1), (0, 0)], "every router forgets the cache"
+    wire.sent.clear()
     core.handle(ResetPrefixCache(0, 0, clears_store=True))
     assert answers() == [(0, 0, "")], "this host has none"
     core.config = replace(core.config, kv_store=KVStoreConfig(memory_bytes=1 << 20))

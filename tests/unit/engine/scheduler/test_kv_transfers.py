@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.kv_store import (
     DISK,
     MEMORY,
+    PEER,
     FoundKV,
     FromStore,
     GrantedKV,
@@ -28,7 +31,15 @@ from quire.engine.protocol.kv_store import (
     ReleaseKV,
     ToStore,
 )
-from quire.engine.scheduler import kv_cache_manager, kv_transfers
+from quire.engine.scheduler import (
+    kv_cache_manager,
+    kv_connection,
+    kv_copies_in_flight,
+    kv_load_choice,
+    kv_loads,
+    kv_stores,
+    kv_transfers,
+)
 from tests.fakes.configs import Windows, engine_config
 from tests.fakes.drafts import Always
 from tests.fakes.kv_router import KVRouter
@@ -52,8 +63,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A turn takes 10 ms. Recurrent states are kept often, and small caches hold enough for copies."""
     clock = Clock()
     monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 8)
-    monkeypatch.setattr(kv_transfers, "_HELD_SHARE", 2)
-    monkeypatch.setattr(kv_transfers, "time", clock)
+    monkeypatch.setattr(kv_stores, "_HELD_SHARE", 2)
+    for module in (kv_connection, kv_loads, kv_copies_in_flight, kv_stores, kv_transfers):
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(kv_transfers, "kv_layout", lambda config: layout(config.cache.groups))
     return clock
 
@@ -65,7 +77,7 @@ class EngineWithStore(Engine):
         config = replace(config, kv_store=KVStoreConfig(memory_bytes=1 << 20, min_tokens=8))
         super().__init__(config)
         kinds = layout(config.cache.groups).kinds
-        self.clock, self.store = clock, FakeStore(len(kinds), num_entries)
+        self.clock, self.store, self.core = clock, FakeStore(len(kinds), num_entries), 0
         self.copies = FakeCopies(self.model, self.store, kinds, config.parallel.world_size)
         self.sent: list[ToStore] = []
         self.replies: list[FromStore] = []
@@ -76,9 +88,12 @@ class EngineWithStore(Engine):
         execute = self.model.execute
 
         def with_copies(plan: Any) -> Any:
-            if plan.kv_copies is not None:
-                self.copies.begin(plan.kv_copies)
-            return execute(plan)
+            if plan.kv_copies is None:
+                return execute(plan)
+            self.copies.begin(plan.kv_copies)
+            result = execute(plan)
+            self.copies.begin_step(plan.kv_copies, has_failed=bool(result.failure))
+            return result
 
         self.model.execute = with_copies  # type: ignore[method-assign]
         for _ in range(3):
@@ -97,7 +112,8 @@ class EngineWithStore(Engine):
 
     def exchange(self) -> None:
         while self.sent and self.arrives():
-            self.replies += self.store.handle(self.sent.pop(0))
+            self.replies += self.store.handle(self.sent.pop(0), self.core)
+        self.replies += self.store.take_came(self.transfers.loads._loads)
         while self.replies and self.arrives():
             self.transfers.on_message(self.replies.pop(0))
             self.scheduler.check_integrity()
@@ -116,6 +132,17 @@ class EngineWithStore(Engine):
             self.rest()
         assert self.tokens(request_id) == continuation(prompt, count)
         return self.tokens(request_id)
+
+    def announced(self) -> set[tuple[str, int, int]]:
+        """What routers should know: medium, group, and number in events."""
+        kv, store, kinds = self.scheduler.kv, self.store, self.copies.kinds
+        assert kv.listener is not None
+        device = {("GPU", group, block.number) for block, group in kv.listener._announced.values()}
+        return device | {
+            ({MEMORY: "CPU", DISK: "STORAGE"}[tier], group, store.described[link][0])
+            for tier, kind, link in store.tiers
+            for group in kinds[kind].groups
+        }
 
     def received(self, kind: type[ToStore]) -> list[Any]:
         return [each for each in self.store.received if isinstance(each, kind)]
@@ -169,9 +196,7 @@ def test_answers_do_not_depend_on_the_store(
             engine.transfers.reset()
             engine.scheduler.kv.unpublish_all()
         if turn == 200:
-            engine.store.path, engine.store.is_open = "second", False
-            for each in (engine.store.entries, engine.store.granted, engine.store.loading, engine.store.contents):
-                each.clear()
+            engine.store.restart("second")
 
     engine.run(disturb, at_least=400)
     engine.arrives = lambda: True
@@ -187,6 +212,11 @@ def test_answers_do_not_depend_on_the_store(
     assert stats.preemptions > 0 or windows != (None,)
     assert not engine.store.granted
     assert not engine.store.loading
+    with closing(KVRouter()) as router:
+        for event in plain(take(engine)):
+            router.apply(event)
+        assert set(router.blocks) == engine.announced()
+        assert {medium for medium, _, _ in router.blocks} == {"GPU", "CPU", "STORAGE"}
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
@@ -195,7 +225,7 @@ def test_what_has_left_the_device_is_loaded(clock: Clock, stages: int, depth: in
     """Turns of conversations that take turns, in a cache for one of them."""
     config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32)
     engine = EngineWithStore(tightened(config), clock)
-    engine.store.tier = lambda entry: DISK if entry.link[0] % 4 == 0 else MEMORY
+    engine.store.tier = lambda entry: (DISK, PEER, MEMORY, MEMORY)[entry.link[0] % 4]
     texts = [text(30, seed) for seed in range(4)]
     for turn in range(3):
         for number in range(4):
@@ -203,10 +233,10 @@ def test_what_has_left_the_device_is_loaded(clock: Clock, stages: int, depth: in
             texts[number] += engine.ask(request_id, texts[number], 8) + text(5, turn)
             output = engine.outputs[request_id][-1]
             if turn == 2:
-                cached, memory, disk = output.num_cached_tokens, *output.num_loaded_tokens
+                cached, memory, disk, peer = output.num_cached_tokens, *output.num_loaded_tokens
                 assert cached == (before - 6) // 4 * 4  # of the answer, the last token was not computed
-                assert (memory > 20 and disk > 0) or windows == (6,)  # for which there is room
-                assert memory + disk >= cached - 8 or windows == (6,)
+                assert (memory > 10 and disk > 0 and peer > 0) or windows == (6,)  # for which there is room
+                assert memory + disk + peer >= cached - 8 or windows == (6,)
     assert engine.scheduler.snapshot().kv_failed_load_tokens == 0
 
 
@@ -246,14 +276,20 @@ def prepared(clock: Clock, prompt: list[int], **changes: Any) -> EngineWithStore
     return engine
 
 
+def test_a_request_names_the_store_that_has_its_prefix(clock: Clock) -> None:
+    engine = prepared(clock, prompt := text(60))
+    engine.ask("a", prompt, kv_peer="10.0.0.7:29560")
+    assert [each.peer for each in engine.received(LookUpKV)] == ["10.0.0.7:29560"]
+
+
 def test_a_silent_store_costs_one_request_little_and_then_nothing(clock: Clock) -> None:
     engine = prepared(clock, prompt := text(60))
-    engine.store.handle = lambda message: engine.store.received.append(message) or []  # type: ignore[method-assign,func-returns-value]
+    engine.store.handle = lambda message, core=0: engine.store.received.append(message) or []  # type: ignore[method-assign,func-returns-value]
     engine.is_silent = True
     begin = clock.now
     engine.ask("late", prompt)
-    assert kv_transfers._ANSWER_SECONDS < clock.now - begin < kv_transfers._ANSWER_SECONDS + 0.3
-    for seconds in (0.0, kv_transfers._SILENCE_SECONDS):
+    assert kv_loads._ANSWER_SECONDS < clock.now - begin < kv_loads._ANSWER_SECONDS + 0.3
+    for seconds in (0.0, kv_connection._SILENCE_SECONDS):
         forget(engine, prompt)
         clock.now += seconds
         engine.store.received.clear()
@@ -268,22 +304,22 @@ def test_a_silent_store_costs_one_request_little_and_then_nothing(clock: Clock) 
     engine.rest()
     forget(engine, prompt)
     engine.ask("found", prompt)
-    assert engine.outputs["found"][-1].num_loaded_tokens == (56, 0)
+    assert engine.outputs["found"][-1].num_loaded_tokens == (56, 0, 0)
 
 
 def test_a_load_that_is_late_ends_with_what_has_come(clock: Clock) -> None:
     engine = prepared(clock, prompt := text(60))
     handle = engine.store.handle
 
-    def first_half(message: ToStore) -> list[FromStore]:
-        return handle(message)[-1:]  # of a load, the first entries are in the second answer
+    def first_half(message: ToStore, core: int = 0) -> list[FromStore]:
+        return handle(message, core)[-1:]  # of a load, the first entries are in the second answer
 
     engine.store.handle = first_half  # type: ignore[method-assign]
     begin = clock.now
     engine.ask("late", prompt)
-    assert kv_transfers._LOAD_SECONDS < clock.now - begin < kv_transfers._LOAD_SECONDS + 0.3
+    assert kv_load_choice._LOAD_SECONDS < clock.now - begin < kv_load_choice._LOAD_SECONDS + 0.3
     output, stats = engine.outputs["late"][-1], engine.scheduler.snapshot()
-    assert output.num_loaded_tokens == (28, 0)
+    assert output.num_loaded_tokens == (28, 0, 0)
     assert stats.kv_failed_load_tokens == 28
     released = [number for each in engine.received(ReleaseKV) for number in each.numbers]
     assert sorted(released) == [*range(7)], "what has been copied is released before the load ends"
@@ -319,7 +355,7 @@ def test_a_load_is_not_late_because_steps_are_long(clock: Clock, depth: int) -> 
 
     engine.model.execute = slowly  # type: ignore[method-assign]
     engine.ask("a", prompt)
-    assert engine.outputs["a"][-1].num_loaded_tokens == (56, 0)
+    assert engine.outputs["a"][-1].num_loaded_tokens == (56, 0, 0)
 
 
 def test_loads_of_the_same_entries_are_one(clock: Clock) -> None:
@@ -330,7 +366,11 @@ def test_loads_of_the_same_entries_are_one(clock: Clock) -> None:
     assert [len(each.entries) for each in engine.received(LoadKV)] == [15]
     for number in range(3):
         assert engine.tokens(str(number)) == continuation([*prompt, number], 3)
-    assert [engine.outputs[str(number)][-1].num_loaded_tokens for number in range(3)] == [(60, 0), (0, 0), (0, 0)]
+    assert [engine.outputs[str(number)][-1].num_loaded_tokens for number in range(3)] == [
+        (60, 0, 0),
+        (0, 0, 0),
+        (0, 0, 0),
+    ]
 
 
 def test_running_requests_take_the_blocks_of_loads(clock: Clock) -> None:
@@ -339,7 +379,7 @@ def test_running_requests_take_the_blocks_of_loads(clock: Clock) -> None:
     engine.add("runs", [5, 6], max_tokens=70)
     engine.turn()
     engine.add("waits", prompt, max_tokens=3)
-    while not engine.transfers._loads:
+    while not engine.transfers.loads._loads:
         engine.turn()
     engine.arrives = lambda: False
     for _ in range(60):
@@ -378,20 +418,20 @@ def test_nobody_is_preempted_for_what_copies_will_return(clock: Clock) -> None:
 
 def test_no_more_wait_for_the_store_than_soon_find_a_place(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one plan hashes a bounded number of tokens for them."""
-    monkeypatch.setattr(kv_transfers, "_MORE_WAITING", 2)
+    monkeypatch.setattr(kv_loads, "_MORE_WAITING", 2)
     engine = EngineWithStore(engine_config(num_blocks=400, max_num_batched_tokens=32, max_num_seqs=4), clock)
     engine.add("runs", text(4), max_tokens=90)
     engine.turn()
     engine.store.received.clear()
     for number in range(10):
         engine.add(str(number), text(40, number), max_tokens=3)
-    monkeypatch.setattr(kv_transfers, "_MAX_HASHED", 100)
+    monkeypatch.setattr(kv_loads, "_MAX_HASHED", 100)
     engine.arrives = lambda: False
     engine.turn()
-    assert len(engine.transfers._asked) == 2
+    assert len(engine.transfers.loads._asked) == 2
     for _ in range(5):
         engine.turn()
-    assert len(engine.transfers._asked) == 3 + 2
+    assert len(engine.transfers.loads._asked) == 3 + 2
     assert len(engine.tokens("runs")) > 5
     engine.arrives = lambda: True
     engine.rest()
@@ -430,11 +470,11 @@ def test_a_load_with_nothing_to_give_goes_on(clock: Clock) -> None:
     engine.add("waits", prompt, max_tokens=3)
     while not engine.copies.pending:
         turn_without_copies(engine)
-    engine.transfers.make_room(20)
-    assert engine.transfers._loads
+    engine.transfers.loads.make_room(20)
+    assert engine.transfers.loads._loads
     engine.rest()
     assert engine.scheduler.stats.kv_loads == 1
-    assert engine.outputs["waits"][-1].num_loaded_tokens == (36, 0)
+    assert engine.outputs["waits"][-1].num_loaded_tokens == (36, 0, 0)
 
 
 def test_what_is_computed_faster_is_not_loaded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,12 +496,12 @@ def test_what_is_computed_faster_is_not_loaded(clock: Clock, monkeypatch: pytest
         raise AssertionError("never tried")
     monkeypatch.setattr(budget, "prompt_seconds", lambda start, end: (end - start) * 1e-2)
     engine.ask("loaded", prompt)
-    assert engine.outputs["loaded"][-1].num_loaded_tokens == (56, 0)
+    assert engine.outputs["loaded"][-1].num_loaded_tokens == (56, 0, 0)
 
 
 def test_small_loads_say_nothing_about_large_ones() -> None:
     """Many loads of 8 MiB that take two turns of the loop, and few of 2 GiB."""
-    rates, small, large = kv_transfers._Rates(), {MEMORY: 8 << 20}, {MEMORY: 2 << 30}
+    rates, small, large = kv_load_choice.Rates(), {MEMORY: 8 << 20}, {MEMORY: 2 << 30}
     for _ in range(30):
         rates.learn(small, 0.1)
     assert 0.09 < rates.seconds(small) < 0.11
@@ -484,12 +524,12 @@ def test_what_has_come_of_earlier_loads_is_not_ahead(clock: Clock) -> None:
         engine.ask(f"before {number}", prompt, 1)
         forget(engine, prompt)
     handle = engine.store.handle
-    engine.store.handle = lambda message: handle(message)[-1:]  # type: ignore[method-assign]
+    engine.store.handle = lambda message, core=0: handle(message, core)[-1:]  # type: ignore[method-assign]
     for number, prompt in enumerate(texts):
         engine.add(str(number), prompt, max_tokens=3)
         for _ in range(6):
             engine.turn()
-    _, second = engine.transfers._loads.values()
+    _, second = engine.transfers.loads._loads.values()
     assert second.ahead == {MEMORY: 7 * SIZE}  # half of the first load
     engine.rest()
 
@@ -538,9 +578,7 @@ def test_a_store_that_lacks_what_the_device_has_is_offered_it(clock: Clock, wind
     engine.ask("at once", prompt + text(8, 1), 1)
     known = {entry for offer in engine.received(OfferKV)[:-1] for entry in offer.entries}
     assert known.isdisjoint(engine.received(OfferKV)[-1].entries)
-    engine.store.path, engine.store.is_open = "second", False
-    for each in (engine.store.entries, engine.store.contents):
-        each.clear()
+    engine.store.restart("second")
     engine.replies.append(KVStoreOpened("second", 4096 * SIZE))
     engine.rest()
     assert engine.transfers.is_open
@@ -553,7 +591,7 @@ def test_a_store_that_lacks_what_the_device_has_is_offered_it(clock: Clock, wind
     engine.ask("d", prompt + text(8, 2), 1)
     assert len(engine.store.entries) < num_entries / 2  # what was computed again
     for number in range(2):
-        clock.now += kv_transfers._OFFER_AGAIN_SECONDS
+        clock.now += kv_stores._OFFER_AGAIN_SECONDS
         engine.ask(str(number), prompt + text(8, 3 + number), 1)
     assert len(engine.store.entries) >= num_entries
 
@@ -575,7 +613,7 @@ def test_an_idle_core_stores_what_is_left(clock: Clock) -> None:
 
 def test_copies_hold_a_share_of_the_pages(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one page count once."""
-    monkeypatch.setattr(kv_transfers, "_HELD_SHARE", 10)
+    monkeypatch.setattr(kv_stores, "_HELD_SHARE", 10)
     engine = EngineWithStore(engine_config(windows=(None, "state", "state"), num_blocks=90), clock)
     engine.add("a", text(37), max_tokens=1)
     most = 0
@@ -587,10 +625,30 @@ def test_copies_hold_a_share_of_the_pages(clock: Clock, monkeypatch: pytest.Monk
     assert most == 5
 
 
+def test_a_state_is_there_when_it_is_granted(clock: Clock) -> None:
+    """Though the device has room for few, and others need it before the store answers."""
+    config = engine_config(windows=(None, "state", "state"), num_blocks=90, max_num_batched_tokens=32)
+    engine = EngineWithStore(config, clock)
+    engine.add("a", text(37), max_tokens=1)
+    while engine.scheduler.requests:
+        engine.turn()
+    engine.arrives = lambda: False
+    for number in range(6):
+        engine.add(str(number), text(30, 1 + number), max_tokens=8)
+    while engine.scheduler.requests:
+        engine.turn()
+    engine.arrives = lambda: True
+    engine.rest()
+    states = [kind for kind, each in enumerate(engine.copies.kinds) if engine.model.groups[each.groups[0]].is_state]
+    hashes: list[bytes] = []
+    kv_cache_manager.extend_hashes(hashes, text(37), 4)
+    assert all(KVEntry(hashes[8], kind) in engine.store.entries for kind in states)
+
+
 def test_a_reset_keeps_nothing_of_what_is_under_way(clock: Clock) -> None:
     engine = prepared(clock, prompt := text(60))
     engine.add("a", prompt, max_tokens=3)
-    while not any(copy.load for copy in engine.transfers._copies.values()):
+    while not any(isinstance(copy, kv_loads.LoadCopy) for copy in engine.transfers._copies.by_number.values()):
         engine.turn()
     engine.transfers.reset()
     engine.rest()
@@ -633,20 +691,48 @@ def test_a_rank_that_stops_copying_is_named(clock: Clock) -> None:
 def test_routers_are_told_of_what_is_loaded(clock: Clock) -> None:
     engine, router, prompt = EngineWithStore(with_events(small()), clock), KVRouter(), text(60)
 
-    def known() -> set[tuple[str, int, int]]:
+    def known() -> Counter[str]:
         for event in plain(take(engine)):
             router.apply(event)
-        return set(router.blocks)
+        assert set(router.blocks) == engine.announced()
+        return Counter(medium for medium, _, _ in router.blocks)
 
     engine.ask("before", prompt, 1)
-    before = known()
-    assert len(before) == 15
+    assert known() == {"GPU": 15, "CPU": 15}
+    about = {(group, number): block for (_, group, number), block in router.blocks.items()}
+    assert about == {key[1:]: block for key, block in router.blocks.items() if key[0] == "GPU"}
     forget(engine, prompt)
-    assert not known()
+    assert known() == {"CPU": 15}
     engine.ask("a", prompt, 3)
     assert sum(engine.outputs["a"][-1].num_loaded_tokens) > 0
-    assert known() == before
+    assert known() == {"GPU": 15, "CPU": 15}
+    engine.transfers.reset()
+    engine.scheduler.kv.unpublish_all()
+    assert known() == {"CPU": 15}, "a router keeps what the store has"
+    engine.store.described.clear()  # as for what an earlier server has left on disk
+    engine.store.told = None
+    engine.exchange()
+    engine.ask("b", prompt, 3)
+    assert known() == {"GPU": 15, "CPU": 15}
+    engine.is_silent = True
+    engine.clock.now += 60
+    engine.transfers.poll()
+    engine.store.described.clear()
+    assert known() == {"GPU": 15}
     router.close()
+
+
+def test_routers_are_told_of_what_is_stored_for_another_replica(clock: Clock) -> None:
+    """It is offered before it is computed, so before events can name it."""
+    engine = EngineWithStore(with_events(small(max_num_batched_tokens=16)), clock)
+    engine.add("a", text(60), hands_over=True, max_tokens=4)
+    engine.rest()
+    assert engine.outputs["a"][-1].is_handed_over
+    with closing(KVRouter()) as router:
+        for event in plain(take(engine)):
+            router.apply(event)
+        assert set(router.blocks) == engine.announced()
+        assert Counter(medium for medium, _, _ in router.blocks) == {"GPU": 15, "CPU": 15}
 
 
 def test_salts_are_texts_of_their_own(clock: Clock) -> None:
@@ -667,7 +753,7 @@ def test_a_preempted_request_is_loaded(clock: Clock) -> None:
     assert engine.tokens("preempted") == continuation(text(20), 50)
     (load,) = engine.received(LoadKV)
     assert len(load.entries) > 5
-    assert engine.outputs["preempted"][-1].num_loaded_tokens == (0, 0)  # when it started first
+    assert engine.outputs["preempted"][-1].num_loaded_tokens == (0, 0, 0)  # when it started first
     stats = engine.scheduler.stats
     assert stats.kv_loads == 1
     assert stats.kv_loaded_memory_tokens <= stats.prefix_hit_tokens, "both count what was found when it started first"

@@ -68,13 +68,16 @@ class Engine:
         media: Sequence[MediaItem] = (),
         adapter: AdapterRef | None = None,
         adapter_start: int = 0,
+        hands_over: bool = False,
+        kv_peer: str = "",
         **params: Any,
     ) -> None:
         known, of = SamplingParams(**params), list(reported)
         submit = EngineCoreRequest(
             0, request_id, prompt, known, priority, cache_salt, of, share, weight, media=list(media)
         )
-        submit.adapter, submit.adapter_start = adapter, adapter_start
+        submit.adapter, submit.adapter_start, submit.hands_over = adapter, adapter_start, hands_over
+        submit.kv_peer = kv_peer
         self.outputs[request_id] = []
         try:
             started = None if submit.params.structured_outputs is None else self.scheduler.start_grammar(submit)
@@ -82,6 +85,7 @@ class Engine:
         except GrammarError as error:
             refusal = EngineCoreOutput(request_id, [], finish_reason="error", error=str(error))
         if refusal is not None:
+            self.scheduler.expect_no_more(request_id)
             self.outputs[request_id].append(refusal)
 
     def abort(self, request_id: str) -> None:

@@ -58,7 +58,7 @@ def test_each_token_may_be_a_row(states: InputBatch) -> None:
 def test_guessed_tokens_follow_in_the_rows_slots(states: InputBatch) -> None:
     """And are not stored beyond them."""
     span = states.span(ints(2, 0), ints(7, 0), ints(3, 1), ahead=3, as_decodes=False)
-    ahead = RowsAhead.of(span.batch, torch.tensor([0, 1]), torch.tensor([12, 4]), ints(9, 0), 4)
+    ahead = RowsAhead.of(span.batch, torch.tensor([0, 1]), torch.tensor([12, 4]), ints(9, 0), states)
     batch = ahead.batch(torch.tensor([70, 71]), torch.tensor([10, 1]), 1)
     assert batch.positions.tolist() == [10, 1]
     assert batch.sequence_lengths.tolist() == [11, 2]

@@ -1,0 +1,78 @@
+"""The engine core's connection to the KV store of its host."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from quire.engine.config.kv_layout import KVKind
+from quire.engine.protocol.kv_store import OpenKVStore, ToStore
+
+_SILENCE_SECONDS = 3.0
+"""Time without a message after which the store counts as gone. It sends its stats every second."""
+_OPEN_SECONDS = 1.0
+"""Interval of attempts to open the store."""
+
+
+class KVStoreConnection:
+    """Whether there is a store that answers, and which one: each has an arena with a path of its own."""
+
+    def __init__(self, kinds: Sequence[KVKind]) -> None:
+        """`kinds` are those of entries; empty: there is never a store."""
+        self.kinds = kinds
+        self.send: Callable[[ToStore], None] = lambda message: None
+        self.is_open = False
+        """Whether there is a store that answers."""
+        self.is_late = False
+        """Whether a look-up was not answered in time, and nothing has been heard since."""
+        self.arena, self.arena_size = "", 0
+        self._opening: OpenKVStore | None = None
+        """None: there is no store."""
+        self._heard_at = self._opened_at = -math.inf
+        """Times (`time.monotonic`) of the last message, and of the last attempt to open."""
+        self._last_number = 0
+
+    def connect(
+        self, send: Callable[[ToStore], None], replica: int, incarnation: int, *, has_events: bool = False
+    ) -> None:
+        """Use a store. `send` must not block; `has_events` as in `OpenKVStore`."""
+        self.send, self._opening = send, OpenKVStore(replica, incarnation, has_events)
+
+    @property
+    def has_store(self) -> bool:
+        return self._opening is not None
+
+    def number(self) -> int:
+        """Return a number for a call or copy."""
+        self._last_number += 1
+        return self._last_number
+
+    def hear(self) -> None:
+        """Note that a message has come."""
+        self._heard_at, self.is_late = time.monotonic(), False
+
+    def open(self, now: float) -> None:
+        """Try to open the store."""
+        if self._opening is not None:
+            self._opened_at = now
+            self.send(self._opening)
+
+    def open_again(self, now: float) -> None:
+        """Try again to open a store that is not open, now and then."""
+        if now - self._opened_at >= _OPEN_SECONDS:
+            self.open(now)
+
+    def is_silent(self, now: float) -> bool:
+        """Whether nothing has been heard for too long."""
+        return now - self._heard_at > _SILENCE_SECONDS
+
+    @property
+    def due(self) -> float:
+        """When it counts as silent, or is to be opened again (`time.monotonic`)."""
+        return self._heard_at + _SILENCE_SECONDS if self.is_open else self._opened_at + _OPEN_SECONDS
+
+    def has_place(self, kind: int, offset: int) -> bool:
+        """Whether an entry of this kind may be at this offset of the arena."""
+        is_known = 0 <= kind < len(self.kinds) and bool(self.arena)
+        return is_known and 0 <= offset <= self.arena_size - self.kinds[kind].size

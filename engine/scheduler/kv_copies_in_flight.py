@@ -1,0 +1,110 @@
+"""The copies between devices and KV store that are planned, or that some rank has not answered."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.engine.protocol.kv_store import KVCopied, KVCopy, KVCopyPlan
+from quire.engine.scheduler.plans_in_flight import PlansInFlight
+from quire.engine.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class CopyInFlight:
+    """An entry that the ranks copy, and the references to its blocks."""
+
+    planned: KVCopy
+    arena: str
+    ranks: set[int]
+    """Those that have not answered."""
+    has_failed: bool = False
+    step: int = -1
+    """The step that it runs beside; -1: it is in no plan."""
+    request: Request | None = None
+    """Whose blocks these are, if they are written by `step` itself: whether that succeeds is known with its result."""
+
+    @property
+    def returns(self) -> bool:
+        """Whether its blocks are free for others when it ends."""
+        return True
+
+
+class CopiesInFlight:
+    """Copies by number, the oldest first; `plan` has those of the next plan."""
+
+    def __init__(self, in_flight: PlansInFlight, world_size: int) -> None:
+        self.by_number: dict[int, CopyInFlight] = {}
+        self.plan = KVCopyPlan("")
+        self.unmaps = False
+        """Whether the next plan lets ranks forget the arena."""
+        self._in_flight, self._world_size = in_flight, world_size
+        self._is_mapped = False
+        """Whether ranks have an arena mapped."""
+        self._oldest: CopyInFlight | None = None
+        """The oldest copy, if the ranks have run its step."""
+        self._copied_at = [-math.inf] * self._world_size
+        """By rank, when it has last answered, or when the oldest copy was to begin."""
+        self._watched_at = -math.inf
+        """When `hung_ranks` was last called."""
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks of the replica."""
+        return {*range(self._world_size)}
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether the ranks have something to copy or to forget."""
+        return bool(self.plan.loads or self.plan.stores or self.plan.step_stores or self.unmaps)
+
+    def forget_arena(self) -> None:
+        """Let ranks give the memory of a store back that may have ended."""
+        self.unmaps = self._is_mapped
+
+    def take_plan(self, arena: str) -> KVCopyPlan | None:
+        """Return the copies for the current plan; None: there are none."""
+        if not self.has_changes:
+            return None
+        plan, self.plan = self.plan, KVCopyPlan("")
+        copies = (*plan.loads, *plan.stores, *plan.step_stores)
+        for copy in copies:
+            self.by_number[copy.number].step = self._in_flight.next_step
+        self._is_mapped, self.unmaps = bool(copies), False
+        plan.arena = arena if self._is_mapped else ""
+        return plan
+
+    def on_copied(self, message: KVCopied) -> Iterator[CopyInFlight]:
+        """Process a rank's answer; returns the copies that all ranks have answered, which the caller removes."""
+        self._copied_at[message.rank] = time.monotonic()
+        for number in message.numbers:
+            if (copy := self.by_number.get(number)) is None:
+                logger.warning("rank %d has made a copy that is not under way: %d", message.rank, number)
+                continue
+            copy.ranks.discard(message.rank)
+            copy.has_failed |= number in message.failed
+            if not copy.ranks:
+                yield copy
+
+    def hung_ranks(self, seconds: float) -> list[int]:
+        """Return the ranks that have ended no copy for so long, though they have run the step of the oldest one. To be
+        called more often than that, after the answers that have come have been processed."""
+        oldest, now = next(iter(self.by_number.values()), None), time.monotonic()
+        if oldest is not None and not 0 <= oldest.step <= self._in_flight.last_finished:
+            oldest = None
+        late, self._watched_at = now - self._watched_at > seconds / 2, now
+        if oldest is not self._oldest or late:  # this process was busy, or stopped like the ranks
+            self._oldest, self._copied_at = oldest, [now] * self._world_size
+        if oldest is None:
+            return []
+        return sorted(rank for rank in oldest.ranks if now - self._copied_at[rank] > seconds)
+
+    def check_integrity(self) -> None:
+        """Assert that what is planned is under way."""
+        assert not self.plan.step_stores, "only a plan with rows has these"
+        assert {copy.number for copy in (*self.plan.loads, *self.plan.stores)} <= self.by_number.keys()
