@@ -238,6 +238,22 @@ SCHEDULER = [
         ],
         description="Stages that were idle in a step while a request was waiting, on average.",
     ),
+    Panel(
+        "Pause at a hand-over",
+        quantiles("handover_time_seconds"),
+        unit="s",
+        width=12,
+        description="From the first token, of a prefill replica, to the next one.",
+    ),
+    Panel(
+        "Prompt tokens of a hand-over",
+        [
+            (f"{rate('handed_over_tokens')} / {rate('requests_handed_over')}", "found"),
+            (f"{rate('handed_over_tokens_recomputed')} / {rate('requests_handed_over')}", "computed again"),
+        ],
+        width=12,
+        description="More than a block that is computed again: KV was evicted or late; use a larger KV store.",
+    ),
     heatmap("Prompt length", "request_prompt_tokens"),
     heatmap("Output length", "request_generation_tokens"),
     Panel("Configuration of the KV cache", [("quire:cache_config_info{%}", "")], kind="table", width=24),

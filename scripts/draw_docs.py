@@ -416,6 +416,45 @@ def kv_tiers() -> str:
     return drawing.svg()
 
 
+def prefill_decode() -> str:
+    """A request that is computed at a prefill replica and continued at a decode replica."""
+    drawing = Drawing(380, "Prefill apart from decode: one request, two replicas, one KV store")
+    drawing.box(20, 150, 150, 64, BLUE, "API\nrouter: is it worth it?")
+    drawing.text(104, 132, "tokens", anchor="start", size=13, colour=QUIET)
+    drawing.arrow((95, 147), (95, 106))
+    drawing.box(45, 74, 100, 32, WHITE, "client")
+    for top, title, text, what, colours in (
+        (56, "prefill replica, -tp 4", "the prompt, chunk by chunk,", "and the first token", ORANGE),
+        (224, "decode replicas, -tp 1", "all other tokens; short", "prompts from the beginning", GREEN),
+    ):
+        drawing.box(300, top, 220, 96, ("#f7f9fb", colours[1]))
+        drawing.text(312, top + 22, title, anchor="start", colour=colours[1], bold=True)
+        drawing.text(312, top + 50, text, anchor="start", size=13)
+        drawing.text(312, top + 70, what, anchor="start", size=13)
+    drawing.arrow((172, 164), (297, 96), colour=ORANGE[1])
+    drawing.text(180, 96, "1  the prompt", anchor="start", size=13, colour=ORANGE[1])
+    drawing.arrow((297, 130), (172, 178), colour=ORANGE[1])
+    drawing.text(212, 180, "2  first token", anchor="start", size=13, colour=ORANGE[1])
+    drawing.arrow((172, 200), (297, 262), colour=GREEN[1])
+    drawing.text(228, 216, "3  go on", anchor="start", size=13, colour=GREEN[1])
+    drawing.arrow((297, 290), (120, 290), (120, 217), colour=GREEN[1])
+    drawing.text(132, 310, "4  the other tokens", anchor="start", size=13, colour=GREEN[1])
+    drawing.box(640, 56, 130, 264, PURPLE, "KV store\nhost's memory,\nentries by hash")
+    drawing.arrow((522, 104), (637, 104), colour=ORANGE[1])
+    drawing.text(580, 88, "each full block", size=12, colour=ORANGE[1])
+    drawing.arrow((637, 272), (522, 272), colour=GREEN[1])
+    drawing.text(580, 256, "what it lacks", size=12, colour=GREEN[1])
+    drawing.text(
+        20,
+        356,
+        "If a replica dies, hangs or finds no KV, another one computes the same tokens from the prompt and those sent.",
+        anchor="start",
+        size=13,
+        colour=QUIET,
+    )
+    return drawing.svg()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "processes": processes,
     "request": request,
@@ -425,5 +464,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "rank-grid": rank_grid,
     "adapters": adapters,
     "kv-tiers": kv_tiers,
+    "prefill-decode": prefill_decode,
 }
 """The pictures by the names of their files."""

@@ -37,8 +37,8 @@ its counters and histograms, so that sums over replicas do not fall; its gauges 
 | `state` | {states} |
 | `finished_reason` | {reasons} |
 | `source` | `local_compute`, `local_cache_hit`: the prefix cache of the devices, `external_kv_transfer`: the \
-[KV store](../guides/kv-tiers.md); of cached tokens `device`, `host`, `disk` |
-| `host`, `tier` | of a KV store: its host, and `memory` or `disk` |
+[KV store](../guides/kv-tiers.md); of cached tokens `device`, `host`, `disk`, `peer` |
+| `host`, `tier` | of a KV store: its host, and `memory`, `disk` or `peer`: the stores of other hosts |
 | `group` | {groups}: tensor parallelism, pipeline parallelism, expert parallelism |
 | `direction` | `received`, `sent` |
 | `method`, `route` | of an HTTP request: a template, such as `/v1/models/{{name:path}}`; `none` for unknown paths |
@@ -56,7 +56,8 @@ Some metrics exist only where they apply, as their condition says:
   Values are sampled every 2 seconds.
 - *experts*: `--enable-expert-parallel`. Models with very many experts have no `quire:expert_tokens_total`.
 - *media*: models that take images or videos.
-- *KV store*: `--kv-offloading-size` or `--kv-disk`; those of the tier `disk` with the latter only.
+- *KV store*: `--kv-offloading-size` or `--kv-disk`; those of the tier `disk` with the latter only, and
+  those of peers if there are any.
 - *adapters*: `--enable-lora`. They have the label `adapter`, the name of the [adapter](../guides/lora.md). Each API
   process counts 127 names by themselves, and all further ones as `others`; a name that was unloaded makes room.
 """
@@ -131,7 +132,7 @@ def _collect(
     gpu = GpuUsage(0, 0, 0.0, 0.0, 0, 0, 0, 0) if on_gpu else None
     metrics.rank_stats = {0: [RankStats(steps=int(on_cpu), usage=RankUsage(0.0, 0, 0, gpu))]}
     if has_store:
-        metrics.take_store(0, "localhost", KVStoreStats(disk_capacity=1))
+        metrics.take_store(0, "localhost", KVStoreStats(disk_capacity=1, peers=1))
     if has_experts:
         metrics.expert_load = ExpertLoad(layers={0: 1}, tokens=array("q", [1]).tobytes(), imbalance=1.0, moved=0)
     return list(text_string_to_metric_families(metrics.exposition().decode()))

@@ -23,6 +23,9 @@ from quire.engine.protocol.errors import ConfigError
 KEYS_AND_VALUES_AT_ONCE = 1 << 24
 """Maximum number of key and value elements that MLA computes from its cache at once, and of query elements with which
 it attends to selected tokens at once."""
+GATHERED_AT_ONCE = 1 << 26
+"""Maximum number of query elements of all ranks that divide tokens with which MLA attends to the rows of the cache at
+once, unless one request has more."""
 SCORES_AT_ONCE = 1 << 22
 """Number of scores, in float32, that selecting tokens has in memory at once, and of slots of selected blocks."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from quire.engine.config import devices, kv_events_config, parallel_config, topology
@@ -26,11 +26,12 @@ def check_resizable(parallel: ParallelConfig) -> None:
 
 
 def added_replica(
-    config: EngineConfig, replica: int, used: Collection[int], count: int, num_loading: int = 0
+    config: EngineConfig, replica: int, used: Collection[int], others: Sequence[int], num_loading: int = 0
 ) -> EngineConfig:
-    """Return the configuration of replica number `replica` on this host, one of `count` here with it.
+    """Return the configuration of replica number `replica` on this host, with the layout of `config`.
 
-    `used` are the devices of the other replicas; `num_loading` of these replicas do not have all their memory yet.
+    `others` are the numbers of ranks of the other replicas here, and `used` their devices; `num_loading` of these
+    replicas do not have all their memory yet.
     Raises `ConfigError` if there are no devices, or not enough memory, for it, or no ports for its KV events.
     """
     parallel = config.parallel
@@ -65,7 +66,14 @@ def added_replica(
                 f"Not enough memory for replica {replica}: needs {format_bytes(needed)}, "
                 f"{format_bytes(memory)} available"
             )
-    # The first of `count` replicas, as the others have devices of their own.
-    here = range(replica, replica + count)
-    replicas = max(parallel.replicas, here.stop)
-    return replace(config, parallel=replace(parallel, replicas=replicas, local_replicas=here, devices=order))
+    # The first of the replicas here, as the others have devices of their own.
+    here = range(replica, replica + 1 + len(others))
+    ranks = (parallel.ranks_per_node, *others)
+    added = replace(
+        parallel,
+        replicas=max(parallel.replicas, here.stop),
+        local_replicas=here,
+        local_ranks=ranks if len(set(ranks)) > 1 else (),
+        devices=order,
+    )
+    return replace(config, parallel=added)

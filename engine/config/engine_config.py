@@ -23,6 +23,7 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
 from quire.engine.config.topology import SlowestLinks
 from quire.engine.protocol.media import MediaKind
+from quire.engine.protocol.supervision import ReplicaRole
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -195,6 +196,8 @@ class ParallelConfig:
     stages: tuple[range, ...]
     executor: Literal["uni", "mp", "ray"]
     device: Literal["cpu", "cuda"]
+    decode_context_parallel_size: int = 1
+    """Number of successive ranks of a stage that divide the tokens of each block, and have the same KV heads."""
     nnodes: int = 1
     """Number of hosts of all replicas, if they are started as nodes; 1: their replicas are numbered instead."""
     nodes: int = 1
@@ -240,11 +243,26 @@ class ParallelConfig:
     choose a place."""
     experts: ExpertParallelConfig | None = None
     """None: each expert is sharded over the ranks of a stage, and replicas are independent."""
+    prefill_replicas: int = 0
+    """The first so many replicas are for prompts, and the others for decodes (`ReplicaRole`), when the server starts;
+    0: replicas have no roles."""
+    local_ranks: tuple[int, ...] = ()
+    """Ranks on this host of each of its replicas; empty: as many as of this one."""
+
+    def role_of(self, replica: int) -> ReplicaRole:
+        """The role of a replica when the server starts, or when its host joins."""
+        if not self.prefill_replicas:
+            return "any"
+        return "prefill" if replica < self.prefill_replicas else "decode"
 
     @property
     def world_size(self) -> int:
         """Ranks of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def context_size(self, ranks: int) -> int:
+        """Number of ranks that divide the tokens of a model over the ranks of a stage; a single rank has all."""
+        return min(self.decode_context_parallel_size, ranks)
 
     def of_replica(self, replica: int) -> ParallelConfig:
         """Return a copy for another replica."""
@@ -291,6 +309,12 @@ class ParallelConfig:
         """Number of ranks of all replicas on this host, which share its processors and memory."""
         if self.placement is not None:
             return self.placement.all_ranks_per_node[self.node - 1] if self.node else 0
+        return sum(self.local_ranks) or self.ranks_per_node * len(self.local_replicas)
+
+    @property
+    def memory_shares(self) -> int:
+        """Equal parts that the host's memory is divided into, of which each rank of this replica has one: replicas have
+        as much as each other, also with other layouts. What Ray's other replicas have is not free anyway."""
         return self.ranks_per_node * len(self.local_replicas)
 
     @property
@@ -306,7 +330,9 @@ class ParallelConfig:
 
     def device_of(self, rank: int) -> int:
         """Return the device index of one of this host's ranks."""
-        place = (self.replica - self.local_replicas.start) * self.ranks_per_node + rank - self.ranks_of(self.node).start
+        earlier = self.replica - self.local_replicas.start
+        before = sum(self.local_ranks[:earlier]) if self.local_ranks else earlier * self.ranks_per_node
+        place = before + rank - self.ranks_of(self.node).start
         return self.devices[place] if self.devices else place
 
     def stage_of(self, rank: int) -> int:
@@ -349,6 +375,22 @@ class KVCacheGroup:
         return blocks if blocks_per_page == 1 or self.fills_pages else min(blocks, 1 + -(-blocks // blocks_per_page))
 
 
+@dataclass(frozen=True)
+class RecentBlocks:
+    """The blocks for keys and values that are not quantized yet: see `quire.kernels.int4_kv`."""
+
+    dtype: str
+    per_request: int
+    """A layer's blocks of each request slot: for its newest tokens, and those before them that may be computed again.
+    """
+    others: int
+    """Blocks for the other tokens of a step, which layers use one after another."""
+
+    def number(self, max_num_seqs: int, layers: int) -> int:
+        """All blocks of layers that have the same others."""
+        return self.others + layers * max_num_seqs * self.per_request
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache. Every rank has the same number of blocks; block 0 is not reserved."""
@@ -357,7 +399,7 @@ class CacheConfig:
     num_blocks: int
     """0: the model has no KV cache."""
     dtype: str
-    """A float type, int8 or fp8 (see `quire.kernels.cache`)."""
+    """A float type, int8, fp8 (see `quire.kernels.cache`) or int4."""
     enable_prefix_caching: bool
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
     """Each request has a block table in each group; all blocks come from one pool."""
@@ -367,6 +409,8 @@ class CacheConfig:
     """Fraction of the memory free at start-up that a rank may use, for weights, activations and cache."""
     kv_cache_memory_bytes: int | None = None
     """Size of a rank's cache that the user has chosen; None: the memory that `gpu_memory_utilization` leaves."""
+    recent: RecentBlocks | None = None
+    """Beside a cache in int4; None: there are none."""
 
     def max_blocks(self, num_tokens: int, row_tokens: int) -> int:
         """Maximum number of blocks in use at once by a request, in all groups."""
@@ -515,10 +559,20 @@ class KVStoreConfig:
 
     memory_bytes: int
     """Size of the arena."""
+    num_tokens: int = 0
+    """Tokens of prompts as long as the model allows for which memory and disk have room; 0: not known."""
     disk_path: str = ""
     """Folder of the disk tier; empty: there is none."""
     disk_bytes: int = 0
     """Most bytes in it."""
+    disk_bandwidth: float = 0.0
+    """Bytes per second that are written to it at most; 0: no limit."""
+    peers: tuple[str, ...] = ()
+    """Stores of other servers (`HOST:PORT`)."""
+    peer_port: int = 0
+    """Where others read from this one; 0: nowhere, unless the server has other hosts."""
+    peer_bandwidth: float = 0.0
+    """Bytes per second that are sent to others at most; 0: no limit."""
     min_tokens: int = 256
     """Shorter prefixes are computed: they are neither offered nor looked up."""
 
@@ -563,8 +617,22 @@ class EngineConfig:
     """None: KV is kept on the devices alone."""
     kv_events: KVEventsConfig | None = None
     """None: nobody is told of blocks."""
+    prefill: EngineConfig | None = None
+    """The configuration of replicas for prompts; None: the same, as they have the same layout."""
     shared_settings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Flags and resolved values that must be the same on every host (see `quire.engine.config.resolve`)."""
+
+    def of_role(self, role: ReplicaRole) -> EngineConfig:
+        """Return the configuration of a replica that is started with a role."""
+        return dataclasses.replace(self if role != "prefill" else self.prefill or self, prefill=None)
+
+    def has_layout_of(self, other: EngineConfig) -> bool:
+        """Whether replicas with these configurations divide the model in the same way."""
+        own, its = (
+            (each.tensor_parallel_size, each.decode_context_parallel_size, each.stages)
+            for each in (self.parallel, other.parallel)
+        )
+        return own == its
 
     @property
     def drafter(self) -> EngineConfig | None:
@@ -576,6 +644,7 @@ class EngineConfig:
         parallel = dataclasses.replace(
             self.parallel,
             tensor_parallel_size=speculative.tensor_parallel_size,
+            decode_context_parallel_size=self.parallel.context_size(speculative.tensor_parallel_size),
             pipeline_parallel_size=1,
             stages=(range(speculative.model.architecture.num_layers),),
             experts=None,

@@ -5,20 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shutil
 import stat
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from quire.engine.config import devices
 from quire.engine.config.devices import Devices
-from quire.engine.config.engine_config import (
-    CacheConfig,
-    EngineConfig,
-    KVStoreConfig,
-    LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-)
-from quire.engine.config.kv_layout import kv_layout, least_memory
+from quire.engine.config.engine_config import EngineConfig, KVStoreConfig, LoraConfig
+from quire.engine.config.kv_layout import kv_layout, least_memory, place_bytes
 from quire.engine.config.memory_plan import format_bytes
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
@@ -26,25 +21,39 @@ from quire.engine.protocol.errors import ConfigError
 _MEMORY_BYTES = 1 << 30
 """Default of --kv-offloading-size with --kv-disk, if that is no more than `_MEMORY_SHARE` of the free memory."""
 _MEMORY_SHARE = 0.1
+_MIB = 1 << 20
+_PROMPTS = 4
+"""Default of --kv-offloading-size with --prefill-replicas, with the same limit: so many prompts of the model's length
+for each of them that the host has, some of which are computed and some loaded by others; or `_WAITING_TOKENS` for each
+request that a replica runs at once, if that is more: as many prompts may wait at decode replicas that are full."""
+_WAITING_TOKENS = 1024
 FILE_SHARE = 8
 """Each tier has room for at least so many files of the disk tier."""
 
 logger = logging.getLogger(__name__)
 
 
-def resolve(
-    options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, cache: CacheConfig, available: Devices
-) -> KVStoreConfig | None:
+def resolve(options: EngineOptions, config: EngineConfig, available: Devices) -> KVStoreConfig | None:
     """Return the tiers of this host; None: KV is on the devices alone. Raises `ConfigError`."""
     disk = None if options.kv_disk is None else _parse_disk(options.kv_disk)
-    if not options.kv_offloading_size and disk is None:
+    has_roles, parallel, name = options.prefill_replicas is not None, config.parallel, config.model.architecture.name
+    if not options.kv_offloading_size and disk is None and not has_roles:
+        for own in ("kv_peers", "kv_peer_port", "kv_peer_bandwidth", "kv_disk_bandwidth"):
+            if getattr(options, own) is not None:
+                own = f"--{own.replace('_', '-')}"
+                raise ConfigError(f"{own} needs a KV store on this host: set --kv-offloading-size, or omit {own}")
         return None
-    flag = "--kv-offloading-size" if options.kv_offloading_size else "--kv-disk"
-    if not cache.enable_prefix_caching:
-        reason = (
-            "it was turned off" if not options.enable_prefix_caching else f"{model.architecture.name} cannot use it"
-        )
-        raise ConfigError(f"{flag} keeps what is in the prefix cache, and {reason}; omit {flag}")
+    if disk is None and options.kv_disk_bandwidth is not None:
+        raise ConfigError("--kv-disk-bandwidth limits what is written to --kv-disk, which is not set; omit it")
+    if options.kv_peer_port is not None and options.kv_peer_port >= 1 << 16:
+        raise ConfigError(f"--kv-peer-port {options.kv_peer_port}: expected a port, at most 65535")
+    flag = "--prefill-replicas" if has_roles else "--kv-offloading-size" if options.kv_offloading_size else "--kv-disk"
+    if has_roles and config.model.pooling is not None:
+        raise ConfigError(f"{flag}: {name} computes vectors of prompts, and nothing is left to decode; omit {flag}")
+    if not config.cache.enable_prefix_caching:
+        reason = "it was turned off" if not options.enable_prefix_caching else f"{name} cannot use it"
+        verb = "hands over" if has_roles else "keeps"
+        raise ConfigError(f"{flag} {verb} what is in the prefix cache, and {reason}; omit {flag}")
     if parallel.executor == "ray" or parallel.nodes > 1:
         how = "that Ray starts" if parallel.executor == "ray" else "that span hosts"
         raise ConfigError(
@@ -53,19 +62,28 @@ def resolve(
         )
     if options.kv_offloading_size == 0:
         raise ConfigError(
-            "--kv-offloading-size 0 with --kv-disk: files are read and written by way of the host's memory; use at "
-            "least 0.1"
+            f"--kv-offloading-size 0 with {flag}: KV goes by way of the host's memory; use at least 0.1, or omit it"
         )
     if not parallel.local_replicas:
         logger.warning("%s has no effect on this host, which has no replicas; set it on the hosts that have some", flag)
         return None
+    longest = _prompt_bytes(config, config.model.max_model_len)
+    least = least_memory([kind.size for kind in kv_layout(config).kinds])
     if options.kv_offloading_size is not None:
         if not math.isfinite(size := options.kv_offloading_size * (1 << 30)):
             raise ConfigError(f"--kv-offloading-size {options.kv_offloading_size}: expected GiB, such as 64")
         memory_bytes = int(size)
     else:
         free = available.memory if available.kind == "cpu" else devices.free_host_memory()
-        memory_bytes = min(_MEMORY_BYTES, int(free * _MEMORY_SHARE))
+        wanted = max(_handed_over_bytes(config), least) if has_roles else 0
+        memory_bytes = min(max(wanted, _MEMORY_BYTES if disk else 0), int(free * _MEMORY_SHARE))
+        if has_roles:
+            logger.info(
+                "the host's memory keeps up to %s of KV on its way between replicas%s; --kv-offloading-size sets it",
+                format_bytes(memory_bytes),
+                f", less than the {format_bytes(wanted)} that prompts may need (a tenth of the free memory)"
+                * (memory_bytes < wanted),
+            )
     path, disk_bytes = disk or ("", 0)
     if path and disk_bytes < memory_bytes:
         logger.warning(
@@ -73,7 +91,45 @@ def resolve(
             "most of what is on disk; use a larger size",
             *(options.kv_disk, format_bytes(disk_bytes), format_bytes(memory_bytes)),
         )
-    return KVStoreConfig(memory_bytes=memory_bytes, disk_path=path, disk_bytes=disk_bytes)
+    return KVStoreConfig(
+        memory_bytes=memory_bytes,
+        num_tokens=(memory_bytes + disk_bytes) * config.model.max_model_len // longest,
+        disk_path=path,
+        disk_bytes=disk_bytes,
+        disk_bandwidth=(options.kv_disk_bandwidth or 0.0) * _MIB,
+        peers=_parse_peers(options.kv_peers or "", parallel.cluster_token),
+        peer_port=options.kv_peer_port or 0,
+        peer_bandwidth=(options.kv_peer_bandwidth or 0.0) * _MIB,
+    )
+
+
+def _handed_over_bytes(config: EngineConfig) -> int:
+    """The memory for `_PROMPTS`, or for those that wait; a host without prefill replicas may get some later, or load
+    from other hosts."""
+    parallel, length = config.parallel, config.model.max_model_len
+    count = _PROMPTS * max(1, sum(parallel.role_of(each) == "prefill" for each in parallel.local_replicas))
+    waiting = config.scheduler.max_num_seqs * _prompt_bytes(config, min(length, _WAITING_TOKENS))
+    return max(count * _prompt_bytes(config, length), waiting)
+
+
+def _prompt_bytes(config: EngineConfig, length: int) -> int:
+    """The memory for a prompt of `length` tokens."""
+    used = 0
+    for kind in kv_layout(config).kinds:
+        group = config.cache.groups[kind.groups[0]]
+        # Of states, and of windows that fill pages, few blocks of a prompt have entries.
+        tokens = min(length, kind.window or length) if group.is_state or group.fills_pages else length
+        used += place_bytes(kind.size) * -(-tokens // config.cache.block_size)
+    return used
+
+
+def check_layouts(config: EngineConfig, prefill: EngineConfig) -> None:
+    """Check that replicas with these layouts have the same entries."""
+    if kv_layout(config).signature != kv_layout(prefill).signature:
+        raise ConfigError(
+            "--prefill-tensor-parallel-size, --prefill-pipeline-parallel-size: the KV of "
+            f"{config.model.architecture.name} is shared only by replicas with as many ranks; omit them"
+        )
 
 
 def check_size(config: EngineConfig) -> None:
@@ -140,6 +196,39 @@ def why_untrusted(folder: str) -> str:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"others can write to {folder}, and could change answers; use chmod go-w {folder}, or a new folder in it"
     return ""
+
+
+def ip_of(address: str) -> IPv4Address | IPv6Address | None:
+    """Return the IP address in `HOST:PORT`, where an IPv6 address has brackets; None: it has a name."""
+    try:
+        return ip_address(address.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return None
+
+
+def _is_address(address: str) -> bool:
+    """Whether a text is `HOST:PORT`."""
+    host, _, port = address.rpartition(":")
+    label = r"[a-z0-9]([\w-]{0,61}[a-z0-9])?"
+    is_name = re.fullmatch(rf"{label}(\.{label})*\.?", host, re.ASCII | re.IGNORECASE)
+    if not is_name and not (host.startswith("[") and host.endswith("]") and ip_of(address)):
+        return False
+    return re.fullmatch(r"[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
+
+
+def _parse_peers(text: str, token: str) -> tuple[str, ...]:
+    """Return the addresses of --kv-peers. Without a token, only this host may be reached."""
+    addresses = [each.strip() for each in text.split(",") if each.strip()]
+    for address in addresses:
+        if not _is_address(address):
+            raise ConfigError(f"--kv-peers {address}: expected HOST:PORT, such as 10.0.0.7:29560")
+        ip = ip_of(address)
+        if not token and not (address.startswith("localhost:") if ip is None else ip.is_loopback):
+            raise ConfigError(
+                f"--kv-peers {address}: connections to other hosts need a --cluster-token, the same on all of them"
+            )
+    # That of a store without a token, while the name may mean ::1.
+    return tuple(dict.fromkeys(re.sub("^localhost:", "127.0.0.1:", each) for each in addresses))
 
 
 def _gib(size: int) -> str:

@@ -24,7 +24,7 @@ Goal = Literal["throughput", "latency"]
 DEGREES = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
 _EXPERTS = "enable_expert_parallel"
 _DEFAULT_INPUT_LEN = 1024
-_NOT_PLANNED = ("data_parallel_size_local", "data_parallel_start_rank")
+_NOT_PLANNED = ("data_parallel_size_local", "data_parallel_start_rank", "prefill_replicas")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.engine.protocol.errors import ConfigError
+
 DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo"
 
 
@@ -157,6 +159,14 @@ class ParallelOptions:
     pipeline_layer_partition: str | None = flag(
         None, "number of layers in each stage, e.g. 3,2,1 (default: as even as possible)", metavar="N,N,…"
     )
+    decode_context_parallel_size: int = flag(
+        1,
+        "number of ranks of a stage that divide the tokens of each KV block, instead of having copies of the same KV "
+        "heads: with fewer KV heads than ranks, or latent attention (MLA)",
+        short="-dcp",
+        metavar="N",
+        least=1,
+    )
     data_parallel_size: int = flag(
         1, "number of replicas of the model, each with its own ranks", short="-dp", metavar="D", least=1, is_common=True
     )
@@ -169,6 +179,44 @@ class ParallelOptions:
     disable_custom_all_reduce: bool = flag(
         False, "use only NCCL for all-reduce between the GPUs of a stage, never symmetric memory"
     )
+    prefill_replicas: int | None = flag(
+        None,
+        "number of replicas that compute long prompts, the first ones, for --decode-replicas, which continue with the "
+        "KV that they have computed; both together are --data-parallel-size",
+        metavar="P",
+        least=1,
+    )
+    decode_replicas: int | None = flag(
+        None,
+        "number of replicas that decode, and compute short prompts",
+        metavar="D",
+        least=1,
+    )
+    prefill_tensor_parallel_size: int | None = flag(
+        None,
+        "--tensor-parallel-size of the --prefill-replicas (default: the same as the others')",
+        metavar="T",
+        least=1,
+    )
+    prefill_pipeline_parallel_size: int | None = flag(
+        None,
+        "--pipeline-parallel-size of the --prefill-replicas (default: the same as the others')",
+        metavar="P",
+        least=1,
+    )
+
+    def __post_init__(self) -> None:
+        """Derive the number of replicas from the numbers of each role. Raises `ConfigError` if they contradict."""
+        if self.prefill_replicas is None or self.decode_replicas is None:
+            return
+        replicas = self.prefill_replicas + self.decode_replicas
+        if self.data_parallel_size not in (1, replicas):
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size} contradicts --prefill-replicas "
+                f"{self.prefill_replicas} and --decode-replicas {self.decode_replicas}, which are {replicas} together; "
+                "omit it"
+            )
+        object.__setattr__(self, "data_parallel_size", replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,10 +316,11 @@ class CacheOptions:
     kv_cache_memory_bytes: int | None = host_flag(
         None, "size of the KV cache per rank, in bytes (default: derived from --gpu-memory-utilization)", least=1
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"] = flag(
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3", "int4"] = flag(
         "auto",
         "data type of the KV cache (auto: the model's, at most 16 bits with --quantization; int8, fp8: with a "
-        "scale per token and head; fp8_e4m3 is the same as fp8)",
+        "scale per token and head; fp8_e4m3 is the same as fp8; int4: keys with a scale per feature of a block, values "
+        "per token, and the newest block of each request in 16 bits)",
     )
     block_size: int = flag(16, "tokens in a KV block", least=1)
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of common prompt prefixes")
@@ -284,7 +333,8 @@ class CacheOptions:
     kv_offloading_size: float | None = host_flag(
         None,
         "GiB of each host's memory for KV of prefixes that leaves the devices; its replicas share it, and load what is "
-        "faster to load than to compute (default: with --kv-disk 1, a tenth of the free memory at most; else none)",
+        "faster to load than to compute (default: with --kv-disk 1, with --prefill-replicas what prompts on their "
+        "way need, both a tenth of the free memory at most; else none)",
         metavar="GIB",
         least=0,
         is_common=True,
@@ -294,6 +344,29 @@ class CacheOptions:
         "folder for KV of prefixes that leaves --kv-offloading-size, and the most GiB of files in it; a server that "
         "starts again finds its KV there",
         metavar="PATH:GIB",
+    )
+    kv_disk_bandwidth: float | None = host_flag(
+        None, "MiB per second that are written to --kv-disk at most (default: no limit)", metavar="MIB", least=1
+    )
+    kv_peers: str | None = host_flag(
+        None,
+        "KV stores of other servers with the same model, from which this one loads what is faster to load than to "
+        "compute. They have the same --cluster-token. The hosts of one server find each other without it",
+        metavar="HOST:PORT,…",
+    )
+    kv_peer_port: int | None = host_flag(
+        None,
+        "port at which the KV stores of others read from that of this host (default: none, except between the hosts of "
+        "one server)",
+        metavar="PORT",
+        least=1,
+    )
+    kv_peer_bandwidth: float | None = host_flag(
+        None,
+        "MiB per second that the KV store of this host sends to others at most, for as many of them at once as get 2 "
+        "each (default: no limit)",
+        metavar="MIB",
+        least=2,
     )
 
 

@@ -26,20 +26,81 @@ MAX_REPLICAS = 1024
 """Maximum number of replicas."""
 
 
-def count_local_ranks(options: EngineOptions) -> int:
-    """Number of ranks on this host, of all its replicas. Raises `ConfigError` for layouts that are not possible."""
+def for_prefill(options: EngineOptions) -> EngineOptions:
+    """Return the options of prefill replicas, as those of a server that has no others.
+
+    With tensor parallelism of their own, their ranks do not divide tokens: --decode-context-parallel-size may not be
+    possible for them. So how many do follows from `layout`.
+    """
+    tp = options.prefill_tensor_parallel_size or options.tensor_parallel_size
+    return replace(
+        options,
+        tensor_parallel_size=tp,
+        decode_context_parallel_size=options.decode_context_parallel_size if tp == options.tensor_parallel_size else 1,
+        pipeline_parallel_size=options.prefill_pipeline_parallel_size or options.pipeline_parallel_size,
+        prefill_tensor_parallel_size=None,
+        prefill_pipeline_parallel_size=None,
+    )
+
+
+def of_replica(options: EngineOptions, replica: int) -> EngineOptions:
+    """Return the options with the layout of a replica that the server starts with."""
+    return for_prefill(options) if replica < (options.prefill_replicas or 0) else options
+
+
+def local_layouts(options: EngineOptions) -> list[EngineOptions]:
+    """Return the options of each layout of this host's replicas: one, or two if those for prompts, the last, have their
+    own."""
+    owns = [of_replica(options, replica) for replica in reversed(local_replicas(options))] or [options]
+    return list({layout(own): own for own in owns}.values())
+
+
+def layout(options: EngineOptions) -> tuple[int, int]:
+    """The ranks of each layer, and the stages."""
+    return options.tensor_parallel_size, options.pipeline_parallel_size
+
+
+def check_roles(options: EngineOptions) -> None:
+    """Raise `ConfigError` if replicas cannot have the roles, or the layouts, that the options give them."""
+    prefill, decode = options.prefill_replicas, options.decode_replicas
+    if prefill is None and decode is None:
+        for name in ("prefill_tensor_parallel_size", "prefill_pipeline_parallel_size"):
+            if (value := getattr(options, name)) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} {value} needs --prefill-replicas and --decode-replicas")
+        return
+    if prefill is None or decode is None:
+        given, missing = ("--decode-replicas", "--prefill-replicas")[:: 1 if prefill is None else -1]
+        raise ConfigError(f"{given} {prefill or decode} needs {missing}, which the other replicas are for; give both")
+    if layout(own := for_prefill(options)) == layout(options):
+        return
+    stages, own_stages = options.pipeline_parallel_size, own.pipeline_parallel_size
+    if options.enable_expert_parallel:
+        raise ConfigError(
+            "--enable-expert-parallel: replicas that share experts have the same layout; omit "
+            "--prefill-tensor-parallel-size and --prefill-pipeline-parallel-size"
+        )
+    if options.pipeline_layer_partition is not None and stages != own_stages:
+        raise ConfigError(
+            f"--pipeline-layer-partition {options.pipeline_layer_partition} is for all replicas, which have {stages} "
+            f"and {own_stages} stages (--prefill-pipeline-parallel-size); omit one of them"
+        )
+
+
+def local_ranks(options: EngineOptions) -> tuple[int, ...]:
+    """Number of ranks on this host, of each of its replicas. Raises `ConfigError` for layouts that are not possible."""
     if not 0 <= options.node_rank < options.nnodes:
         raise ConfigError(
             f"--node-rank {options.node_rank} is out of range: with --nnodes {options.nnodes} it must be from 0 to "
             f"{options.nnodes - 1}"
         )
-    ranks, nodes = options.tensor_parallel_size * options.pipeline_parallel_size, nodes_per_replica(options)
-    if ranks % nodes:
-        whose = f"the {nodes} hosts of a replica" if options.data_parallel_size > 1 else "hosts"
-        raise ConfigError(
-            f"--nnodes {options.nnodes}: {ranks} ranks (--tensor-parallel-size {options.tensor_parallel_size} × "
-            f"--pipeline-parallel-size {options.pipeline_parallel_size}) cannot be divided evenly among {whose}"
-        )
+    nodes = nodes_per_replica(options)
+    for own in (options, for_prefill(options)):
+        if (ranks := math.prod(layout(own))) % nodes:
+            whose = f"the {nodes} hosts of a replica" if options.data_parallel_size > 1 else "hosts"
+            raise ConfigError(
+                f"--nnodes {options.nnodes}: {ranks} ranks (--tensor-parallel-size {own.tensor_parallel_size} × "
+                f"--pipeline-parallel-size {own.pipeline_parallel_size}) cannot be divided evenly among {whose}"
+            )
     if options.nnodes > 1:
         for name in ("data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address"):
             if getattr(options, name) is not None:
@@ -58,7 +119,7 @@ def count_local_ranks(options: EngineOptions) -> int:
             f"{options.data_parallel_size} (--data-parallel-size) has {nodes} of the {options.nnodes} (--nnodes); omit "
             f"it, or use a --data-parallel-size that is a multiple of {options.nnodes}"
         )
-    return ranks // nodes * len(local_replicas(options))
+    return tuple(math.prod(layout(of_replica(options, replica))) // nodes for replica in local_replicas(options))
 
 
 def nodes_per_replica(options: EngineOptions) -> int:
@@ -78,14 +139,14 @@ def is_first_of_replica(options: EngineOptions) -> bool:
 
 
 def local_group_sizes(options: EngineOptions, placement: RayPlacement | None = None) -> tuple[int, ...]:
-    """Sizes of this host's tensor-parallel groups, in rank order. Raises like `count_local_ranks`."""
-    tp, node = options.tensor_parallel_size, options.node_rank
+    """Sizes of this host's tensor-parallel groups, in rank order. Raises like `local_ranks`."""
     if placement is not None:
-        return group_sizes(placement.ranks_of(node), tp)
-    replicas = len(local_replicas(options))
-    ranks = count_local_ranks(options) // max(1, replicas)
-    place = node % nodes_per_replica(options)
-    return group_sizes(range(place * ranks, (place + 1) * ranks), tp) * replicas
+        return group_sizes(placement.ranks_of(options.node_rank), options.tensor_parallel_size)
+    place, sizes = options.node_rank % nodes_per_replica(options), list[int]()
+    for replica, ranks in zip(local_replicas(options), local_ranks(options), strict=True):
+        here = range(place * ranks, (place + 1) * ranks)
+        sizes += group_sizes(here, of_replica(options, replica).tensor_parallel_size)
+    return tuple(sizes)
 
 
 def group_sizes(ranks: range, tp: int) -> tuple[int, ...]:
@@ -94,22 +155,28 @@ def group_sizes(ranks: range, tp: int) -> tuple[int, ...]:
 
 
 def resolve(
-    options: EngineOptions, arch: ModelSpec, available: Devices, placements: tuple[RayPlacement, ...] = ()
+    options: EngineOptions,
+    arch: ModelSpec,
+    available: Devices,
+    placements: tuple[RayPlacement, ...] = (),
+    server: EngineOptions | None = None,
 ) -> ParallelConfig:
-    """Return the layout. `placements` say where Ray places the ranks of each replica, if it does.
+    """Return the layout. `placements` say where Ray places the ranks of each replica, if it does; `server` are the
+    options of all replicas, if these are those of some (`of_replica`).
 
     Raises `ConfigError`.
     """
-    world_size = options.tensor_parallel_size * options.pipeline_parallel_size
+    world_size, server = math.prod(layout(options)), server or options
     executor = "ray" if placements else choose_executor(options)
-    local_ranks = 0 if placements else count_local_ranks(options)
+    ranks = () if placements else local_ranks(server)
     replicas = local_replicas(options)
-    if available.kind == "cuda" and local_ranks > available.count:
-        _check_sharing(options, local_ranks, replicas, available)
+    if available.kind == "cuda" and sum(ranks) > available.count:
+        _check_sharing(options, sum(ranks), replicas, available)
     parallel = ParallelConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
-        stages=_partition_layers(arch, options),
+        decode_context_parallel_size=options.decode_context_parallel_size,
+        stages=partition_layers(arch, options),
         executor=executor,
         device=available.kind,
         nnodes=options.nnodes,
@@ -135,8 +202,11 @@ def resolve(
         accepts_hosts=accepts_hosts(options) and not placements,
         external_lb=options.data_parallel_start_rank is not None,
         experts=_experts(options, arch, options.data_parallel_size * world_size // options.pipeline_parallel_size),
+        prefill_replicas=options.prefill_replicas or 0,
+        local_ranks=ranks if len(set(ranks)) > 1 else (),
     )
-    return replace(parallel, links=_links(parallel, available))
+    alike = [each for each in replicas if layout(of_replica(server, each)) == layout(options)]
+    return replace(parallel, links=_links(parallel, alike, available))
 
 
 def _check_sharing(options: EngineOptions, ranks: int, replicas: range, available: Devices) -> None:
@@ -158,19 +228,21 @@ def _check_sharing(options: EngineOptions, ranks: int, replicas: range, availabl
         )
 
 
-def _links(parallel: ParallelConfig, available: Devices) -> topology.SlowestLinks:
-    """Return the slowest links that tensor and pipeline parallelism use on this host."""
+def _links(parallel: ParallelConfig, replicas: list[int], available: Devices) -> topology.SlowestLinks:
+    """Return the slowest links that tensor and pipeline parallelism use in these replicas of this host."""
     network = topology.fast_network() if parallel.nodes > 1 else None
     if not available.order or parallel.ranks_per_device > 1:
         return topology.SlowestLinks(network=network)
-    groups = group_sizes(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
-    all_groups = groups * len(parallel.local_replicas)
-    return replace(topology.slowest_links(available.links, available.order, all_groups, len(groups)), network=network)
+    ranks = parallel.ranks_of(parallel.node)
+    groups = group_sizes(ranks, parallel.tensor_parallel_size)
+    order = [parallel.of_replica(replica).device_of(rank) for replica in replicas for rank in ranks]
+    slowest = topology.slowest_links(available.links, order, groups * len(replicas), len(groups))
+    return replace(slowest, network=network)
 
 
 def choose_executor(options: EngineOptions) -> Literal["uni", "mp", "ray"]:
     """Return how the ranks of a replica are started; a single rank runs in the engine core by default."""
-    world_size = options.tensor_parallel_size * options.pipeline_parallel_size
+    world_size = math.prod(layout(options))
     match options.distributed_executor_backend:
         case "uni" if world_size > 1:
             raise ConfigError(f"--distributed-executor-backend uni supports one rank, not {world_size}; use mp")
@@ -216,8 +288,9 @@ def for_headless(options: EngineOptions) -> EngineOptions:
     if options.enable_expert_parallel or options.data_parallel_start_rank is None:
         return options
     count = 1 if options.data_parallel_size_local is None else options.data_parallel_size_local
-    end = options.data_parallel_start_rank + count
-    return replace(options, data_parallel_size=max(options.data_parallel_size, end))
+    size = max(options.data_parallel_size, options.data_parallel_start_rank + count)
+    decode = None if options.decode_replicas is None else size - (options.prefill_replicas or 0)
+    return replace(options, data_parallel_size=size, decode_replicas=decode)
 
 
 def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParallelConfig | None:
@@ -274,7 +347,7 @@ def rank_spec(arch: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
     return arch.with_expert_parallelism(parallel.expert_ranks, parallel.experts.num_redundant_experts)
 
 
-def _partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, ...]:
+def partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, ...]:
     """Return the layers of each stage. By default the first stages get the remainder.
 
     A layer that uses an earlier layer's selection, or its keys and values, is on the same stage as that layer.

@@ -18,7 +18,6 @@ def plan_text(config: EngineConfig) -> str:
     model, parallel, cache = config.model, config.parallel, config.cache
     arch, sizes = model.architecture, MemoryPlan.of(config)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
     stored = f", {quantized_text(config)}," if model.quantized else ""
     weights = f" with {model.quantization} weights" if model.quantization else ""
     if model.stored_dtype and not (model.quantization or model.quantized):
@@ -29,8 +28,7 @@ def plan_text(config: EngineConfig) -> str:
     )
     lines = [
         f"{arch.name} from {model.path}{', by transformers' * isinstance(arch, TransformersModelSpec)}",
-        f"{model.dtype}{stored}{weights} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
-        f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
+        f"{model.dtype}{stored}{weights} on {parallel.device}, {_layout_text(parallel)}",
         *parallel_lines(parallel, arch),
     ]
     if not parallel.local_replicas:
@@ -39,17 +37,11 @@ def plan_text(config: EngineConfig) -> str:
         length = f"{model.max_model_len:,} tokens"
         verb = "embeds" if model.pooling.classes is None else "classifies"
         lines.append(f"{verb} prompts of up to {length} (--runner pooling): {model.pooling.text()}")
-    for stage, layers in enumerate(parallel.stages):
-        first = stage * tp
-        ranks = f"rank {first}" if tp == 1 else f"ranks {first}-{first + tp - 1}"
-        size = format_bytes(sizes.kv_block[stage] * cache.num_blocks)
-        cached = f"KV cache {size} in {cache.num_blocks:,} blocks of {cache.block_size} tokens{kv_type}"
-        if not cache.num_blocks:
-            cached = "no room for a KV cache" if sizes.kv_block[stage] else "no KV cache"
-        lines.append(
-            f"  stage {stage} ({ranks}): layers {layers.start}-{layers.stop - 1}, per rank weights "
-            f"{format_bytes(sizes.weights[stage])}, {cached}"
-        )
+    lines += _stages_text(config)
+    if (prefill := config.prefill) is not None:
+        lines.append(f"  replicas for prompts have {_layout_text(prefill.parallel)}; {cache_text(prefill)}")
+        lines += _links_text(prefill.parallel)
+        lines += _stages_text(prefill)
     if (media := config.media) is not None:
         kinds = " and ".join(f"{kind}s" for kind, count in media.max_items.items() if count)
         quantized = f" with {model.tower_quantization} weights" if model.tower_quantization else ""
@@ -93,6 +85,36 @@ def plan_text(config: EngineConfig) -> str:
     about = ", about, until it has been measured what the rest takes" * (parallel.device == "cuda")
     lines.append(f"{cache_text(config)}{about}; {limits}")
     return "\n".join(lines)
+
+
+def _layout_text(parallel: ParallelConfig) -> str:
+    ranks = f"{parallel.world_size} rank{'s' * (parallel.world_size > 1)}"
+    size = parallel.decode_context_parallel_size
+    context = f" (the tokens of each KV block divided by {size})" * (size > 1)
+    return (
+        f"tensor parallel {parallel.tensor_parallel_size}{context} × pipeline parallel "
+        f"{parallel.pipeline_parallel_size} = {ranks} ({parallel.executor})"
+    )
+
+
+def _stages_text(config: EngineConfig) -> list[str]:
+    """Return what the ranks of each stage hold."""
+    cache, sizes, tp, lines = config.cache, MemoryPlan.of(config), config.parallel.tensor_parallel_size, []
+    kv_type = "" if cache.dtype == config.model.dtype else f" in {cache.dtype}"
+    for stage, layers in enumerate(config.parallel.stages):
+        first = stage * tp
+        ranks = f"rank {first}" if tp == 1 else f"ranks {first}-{first + tp - 1}"
+        size = format_bytes(sizes.kv_block[stage] * cache.num_blocks)
+        cached = f"KV cache {size} in {cache.num_blocks:,} blocks of {cache.block_size} tokens{kv_type}"
+        if cache.recent is not None:
+            cached += f" and {format_bytes(sizes.recent[stage])} in {cache.recent.dtype} for the newest tokens"
+        if not cache.num_blocks:
+            cached = "no room for a KV cache" if sizes.kv_block[stage] else "no KV cache"
+        lines.append(
+            f"  stage {stage} ({ranks}): layers {layers.start}-{layers.stop - 1}, per rank weights "
+            f"{format_bytes(sizes.weights[stage])}, {cached}"
+        )
+    return lines
 
 
 def cache_text(config: EngineConfig) -> str:
@@ -183,7 +205,12 @@ def _replicas_text(parallel: ParallelConfig) -> list[str]:
         return []
     local_ranks, step = parallel.local_replicas, "step together" if parallel.is_coupled else "run independently"
     on_host = f": {_numbers('replica', local_ranks) if len(local_ranks) else 'none'} on this host" * (not parallel.ray)
-    return [f"  {parallel.replicas} replicas, which {step}{on_host}, each with the ranks below"]
+    roles = ""
+    if parallel.prefill_replicas:
+        prefill = range(parallel.prefill_replicas)
+        decode = range(prefill.stop, parallel.replicas)
+        roles = f"{_numbers('replica', prefill)} for prompts, {_numbers('replica', decode)} for decodes, "
+    return [f"  {parallel.replicas} replicas, which {step}{on_host}, {roles}each with the ranks below"]
 
 
 def _experts_text(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:

@@ -7,13 +7,14 @@ computes what fits. Each rejects what it does not support.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import os
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -72,18 +73,54 @@ def resolve(
     """
     _check_ranges(options)
     _check_environment()
-    remote_devices: Devices | None = None
+    parallel_config.check_roles(options)
+    is_remote, available = False, described
     placements: tuple[RayPlacement, ...] = () if placement is None else (placement,)
     if find is not None and (found := find(options)) is not None:
         placements, remote_devices = found
+        is_remote, available = True, available or remote_devices
         options = placements[0].options
-    available = (
-        described
-        or remote_devices
-        or devices.find(options.device, parallel_config.local_group_sizes(options, placement))
-    )
-    model = model or model_config.resolve(options, available)
-    parallel = parallel_config.resolve(options, model.architecture, available, placements)
+    available = available or devices.find(options.device, parallel_config.local_group_sizes(options, placement))
+    layouts, configs = parallel_config.local_layouts(options), list[EngineConfig]()
+    for own in layouts:
+        with _named(own, options):
+            # Models that transformers builds are measured in each layout.
+            if model is None or (configs and isinstance(model.architecture, TransformersModelSpec)):
+                model = model_config.resolve(own, available)
+            configs.append(_resolve_layout(own, options, model, available, placements, checks_gpus=not is_remote))
+    config = configs[0]
+    store = kv_store_config.resolve(options, config, available)
+    if described is None:
+        kv_store_config.check_disk(store)
+    if available.kind == "cuda":
+        kv_store_config.check_host(store, config.lora, config.parallel.num_local_ranks, available)
+    for place, own in enumerate(layouts):
+        with _named(own, options):
+            configs[place] = _with_cache(options, replace(configs[place], kv_store=store), available)
+    length = min(each.model.max_model_len for each in configs)  # any replica can run any request
+    config, *others = (replace(each, model=each.model.with_length(length)) for each in configs)
+    if config.model.max_model_len < config.model.position_len:
+        level = logging.INFO if options.max_model_len == "auto" else logging.WARNING
+        logger.log(level, "%s", memory_plan.length_text(config.model))
+    settings = shared_settings(options, config)
+    for prefill in others:
+        kv_store_config.check_layouts(config, prefill)
+        config = replace(config, prefill=replace(prefill, shared_settings=settings))
+    return replace(config, shared_settings=settings)
+
+
+def _resolve_layout(
+    options: EngineOptions,
+    server: EngineOptions,
+    model: ModelConfig,
+    available: Devices,
+    placements: tuple[RayPlacement, ...],
+    *,
+    checks_gpus: bool,
+) -> EngineConfig:
+    """Resolve everything of the replicas with one layout but their memory. `options` have this layout, and `server` the
+    layouts of all replicas."""
+    parallel = parallel_config.resolve(options, model.architecture, available, placements, server)
     model_config.check_rank(model, parallel_config.rank_spec(model.architecture, parallel), parallel)
     scheduler = scheduler_config.resolve(options, model, parallel, available)
     speculative = speculative_config.resolve(options, model, parallel, scheduler, available)
@@ -91,33 +128,39 @@ def resolve(
     if speculative is not None and speculative.model is not None and speculative.reads_hidden_states:
         model = draft_heads.with_aux_layers(model, speculative.model)
     cache = cache_config.resolve(options, model, parallel, scheduler)
-    if available.kind == "cuda" and remote_devices is None:
+    if available.kind == "cuda" and checks_gpus:
         cache_config.check_gpus(options, cache, available)
         lora_config.check_host(options, available)
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     media = media_config.resolve(options, model, parallel, scheduler)
     lora = lora_config.resolve(options, model, parallel, scheduler, available)
-    kv_store = kv_store_config.resolve(options, model, parallel, cache, available)
-    if described is None:
-        kv_store_config.check_disk(kv_store)
-    if available.kind == "cuda":
-        kv_store_config.check_host(kv_store, lora, parallel.num_local_ranks, available)
     config = EngineConfig(
-        model=model,
-        parallel=parallel,
-        cache=cache,
-        scheduler=scheduler,
-        graphs=graphs,
-        media=media,
-        lora=lora,
-        kv_store=kv_store,
+        model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs, media=media, lora=lora
     )
-    config = replace(config, kv_events=kv_events_config.resolve(options, config))
+    return replace(config, kv_events=kv_events_config.resolve(options, config))
+
+
+@contextlib.contextmanager
+def _named(own: EngineOptions, options: EngineOptions) -> Iterator[None]:
+    """Say whose layout the text of a `ConfigError` is about, if replicas have several."""
+    try:
+        yield
+    except ConfigError as error:
+        if parallel_config.layout(own) == parallel_config.layout(options):
+            raise
+        named = ConfigError(f"of the --prefill-replicas: {error}")
+        for note in getattr(error, "__notes__", ()):
+            named.add_note(note)
+        raise named from None
+
+
+def _with_cache(options: EngineOptions, config: EngineConfig, available: Devices) -> EngineConfig:
+    """Return the configuration with what fits into memory."""
     kv_store_config.check_size(config)
     try:
         config = memory_plan.with_cache(config, available)
     except ConfigError as error:
-        if model.load_format == "dummy":
+        if config.model.load_format == "dummy":
             error.add_note(plan_text(config))
         raise
     blocks = config.cache.num_blocks
@@ -126,10 +169,7 @@ def resolve(
             f"--max-num-seqs {options.max_num_seqs} is more than the {blocks} blocks of the KV cache, and each running "
             f"request holds at least one; use at most {blocks}"
         )
-    if config.model.max_model_len < config.model.position_len:
-        level = logging.INFO if options.max_model_len == "auto" else logging.WARNING
-        logger.log(level, "%s", memory_plan.length_text(config.model))
-    return replace(config, shared_settings=shared_settings(options, config))
+    return config
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
@@ -168,9 +208,14 @@ def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, s
     """
     model, parallel = config.model, config.parallel
     drafter = None if config.drafter is None else config.drafter.model.architecture
+    prefill = parallel_config.for_prefill(options)
     resolved = {
         "runner": "generate" if model.pooling is None else "pooling",
-        "pipeline_layer_partition": ",".join(str(len(layers)) for layers in parallel.stages),
+        "pipeline_layer_partition": ",".join(
+            str(len(layers)) for layers in parallel_config.partition_layers(model.architecture, options)
+        ),
+        "prefill_tensor_parallel_size": prefill.tensor_parallel_size,
+        "prefill_pipeline_parallel_size": prefill.pipeline_parallel_size,
         "quantization": model.requested_quantization or (model.quantized and model.quantized.name),
         "max_model_len": "auto" if options.max_model_len == "auto" else model.position_len,
         "load_format": model.load_format,
@@ -184,7 +229,8 @@ def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, s
     }
     per_host = {field.name for field in dataclasses.fields(options) if field.metadata["is_per_host"]}
     if not options.enable_expert_parallel and options.nnodes == 1:
-        per_host.add("data_parallel_size")  # independent replicas may be added and removed, unless they are nodes
+        # Independent replicas may be added and removed, unless they are nodes.
+        per_host |= {"data_parallel_size", "prefill_replicas", "decode_replicas"}
     left_out = per_host | of_the_device.keys()
     settings = {name: value for name, value in vars(options).items() if name not in left_out} | resolved
     if parallel.local_replicas:

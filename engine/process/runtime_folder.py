@@ -57,9 +57,20 @@ class RuntimeFolder:
 
 def _release(folder: str, lock: int) -> None:
     try:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            # The mark goes last: if this process is killed meanwhile, or something new has come, another one finishes.
+            for each in os.scandir(folder):
+                if each.is_dir(follow_symlinks=False):
+                    shutil.rmtree(each, ignore_errors=True)
+                elif each.name != _MARK:
+                    os.unlink(each)
+            mark = Path(folder, _MARK)
+            mark.unlink(missing_ok=True)
+            try:
+                os.rmdir(folder)
+            except OSError:
+                mark.touch()
     finally:
         os.close(lock)
 

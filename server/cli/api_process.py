@@ -22,7 +22,7 @@ import uvloop
 
 from quire.engine.process import current_process, log
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
-from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import (
     AdapterChanged,
     AdapterReply,
@@ -228,13 +228,13 @@ class ApiProcess:
             case state:
                 self._frontend.update(state)
 
-    async def _resize(self, count: int, drain_seconds: float) -> None:
-        """Ask the supervisor for another number of replicas; raises `InvalidParameter`."""
+    async def _resize(self, asked: Resize) -> None:
+        """Ask the supervisor for other replicas; raises `ConfigError`."""
         answer = self._loop.create_future()
         self._resizes.append(answer)
-        self._connection.send(Resize(count, drain_seconds))
+        self._connection.send(asked)
         if error := await asyncio.shield(answer):
-            raise InvalidParameter(error, "data_parallel_size")
+            raise ConfigError(error)
 
     async def _change_adapter(self, name: str, old: NamedAdapter | None, new: NamedAdapter | None) -> bool:
         """Ask the supervisor for another meaning of a name; see `adapters.Change`."""

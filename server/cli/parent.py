@@ -113,10 +113,10 @@ class _ApiProcess(SupervisedProcess):
         match message:
             case Drained(replica):
                 manager.drained(self.index, replica)
-            case Resize(count, drain_seconds):
+            case Resize(count, drain_seconds, prefill, decode):
                 error = ""
                 try:
-                    manager.resize(count, drain_seconds)
+                    manager.resize(count, drain_seconds, prefill, decode)
                 except (ConfigError, OSError) as problem:  # OSError: as when no files can be opened
                     error = str(problem)
                 self.send(ResizeReply(error))

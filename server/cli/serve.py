@@ -141,9 +141,9 @@ def first_adapters(
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:
     """Raise `ConfigError` if this node's rank is not possible, node 0 is headless, or another node is not."""
-    from quire.engine.config.parallel_config import count_local_ranks
+    from quire.engine.config.parallel_config import local_ranks
 
-    count_local_ranks(options)
+    local_ranks(options)
     if server.headless and options.node_rank == 0:
         raise ConfigError(
             "--headless with --node-rank 0: node 0 runs the API; omit --headless, or set this node's rank"

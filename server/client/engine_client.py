@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import zmq
 
+from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.cluster.security import Dropped, Security, join
-from quire.engine.config.engine_config import CacheConfig
+from quire.engine.config.engine_config import CacheConfig, KVEventsConfig, KVStoreConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.process import log
 from quire.engine.protocol.adapters import AdapterRef
@@ -30,12 +29,13 @@ from quire.engine.protocol.engine_core import (
     KVStoreState,
     ListRequests,
     PinAdapters,
+    PrefixCacheReset,
     RequestInfo,
     ToCore,
     ToServer,
 )
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.kv_events import KVEventsState
+from quire.engine.protocol.kv_events import KVEventsNews, KVEventsState
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
@@ -45,27 +45,27 @@ from quire.engine.protocol.supervision import (
     ReplicaDraining,
     ReplicaLost,
     ReplicaRemoved,
+    ReplicaRole,
+    ReplicaRoles,
     ReplicaStarting,
     ReplicaUp,
 )
 from quire.server.client import replica_calls
-from quire.server.client.fair_share import SHARE, Share
+from quire.server.client.admission import Admission
+from quire.server.client.fair_share import SHARE
+from quire.server.client.handovers import HandOvers
+from quire.server.client.kv_view import KVViews
+from quire.server.client.media_content import with_content
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import DEADLINE, EngineUnavailable, OutputStream
 from quire.server.client.replica import Replica, ReplicaInfo
 from quire.server.client.replica_calls import ReplicaCalls
-from quire.server.client.router import Router
-from quire.server.client.running_request import CLEARING_TOKENS, PromptRequests, RunningRequest
+from quire.server.client.router import ReplicaPlace, Router
+from quire.server.client.running_request import PromptRequests, RunningRequest
 from quire.server.client.silence import CHECK_SECONDS, SilenceCheck, must_move
+from quire.server.client.suspects import Suspects
 from quire.server.client.tracing import TRACE
 
-MAX_DEATHS = 2
-"""Deaths of its replicas after which a request is suspected to be their cause."""
-_SAME_MOMENT_SECONDS = 1.0
-"""Replicas that die within this time count as one death: no engine restarts so soon."""
-_READ_SECONDS = 30.0
-"""Time for which a request waits for file descriptors to read its images."""
-_READ_AGAIN_SECONDS = 0.1
 SHUTTING_DOWN = "the server is shutting down"
 """The reason of a regular shutdown."""
 
@@ -75,6 +75,9 @@ DATA_PARALLEL_RANK: ContextVar[int | None] = ContextVar("data_parallel_rank", de
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+_NEWS_BYTES = 1 << 16
+"""KV events that are taken without a look at the other work of the loop, in milliseconds."""
 
 
 class OpenRequests(NamedTuple):
@@ -88,19 +91,6 @@ class OpenRequests(NamedTuple):
     """Replicas that have not answered. Requests of other API processes on these are not known."""
 
 
-class QueueFull(RuntimeError):
-    """Too many requests are waiting for the engine."""
-
-
-def _with_content(item: MediaItem) -> MediaItem:
-    """Return an item with its bytes, for ranks on other hosts, which cannot read this host's shared memory. Raises
-    `OSError`."""
-    if item.data is None or not item.data.path:
-        return item
-    content = Path(item.data.path).read_bytes()[: item.data.num_bytes]
-    return msgspec.structs.replace(item, data=msgspec.structs.replace(item.data, path="", content=content))
-
-
 class EngineClient:
     """An API process's connection to the engine's replicas. All methods run on the event loop that created it.
 
@@ -108,10 +98,10 @@ class EngineClient:
     replica of a request. If that dies, or is removed before the request has ended, the request goes on elsewhere, or
     waits until a replica is back, and resumes after the tokens delivered so far: the streams are the same as if nothing
     had happened. Requests also leave a replica that is silent (`_check_silence`). A request fails if the engine has
-    failed for good, or if it seems to cause the deaths (`_suspect`).
+    failed for good, or if it seems to cause the deaths (`Suspects`).
 
     With `max_queue`, requests are rejected beyond `max_num_seqs` per replica plus `max_queue`. The number of requests
-    of other API processes comes from the engine's stats (see `admit`).
+    of other API processes comes from the engine's stats (see `Admission`).
     """
 
     def __init__(
@@ -121,29 +111,32 @@ class EngineClient:
         index: int = 0,
         *,
         awaited: Collection[int] | None = None,
+        roles: Mapping[int, ReplicaRole] | None = None,
         max_num_seqs: int = 1,
         max_queue: int | None = None,
         cache: CacheConfig | None = None,
+        kv_events: KVEventsConfig | None = None,
+        kv_store: KVStoreConfig | None = None,
+        media: MediaSpec | None = None,
         num_adapters: int = 0,
         is_pooling: bool = False,
         token: str = "",
         on_drained: Callable[[int], None] = lambda replica: None,
     ) -> None:
         """`index` is the number of this API process, `token` the cluster's. Requests are accepted when the `awaited`
-        replicas (None: all) have been up. `is_pooling`: they are answered with vectors. `num_adapters` as in `Router`.
+        replicas (None: all) have been up. `is_pooling`: they are answered with vectors. `roles` as in `ReplicaRoles`,
+        `num_adapters` as in `Router`. Each host has a `kv_store`, if that is not None. With `kv_events`, the replicas
+        say what they have cached; `media` is how the model takes images.
         """
         self.loop = asyncio.get_running_loop()
         self.index = index
         self.on_drained = on_drained
         """Called when no more requests are on a replica that drains, once."""
-        self._max_num_seqs = max_num_seqs
-        self._max_queue = max_queue
+        self._max_num_seqs, self._admission = max_num_seqs, Admission(max_num_seqs, max_queue)
         self._metrics = metrics
         self._running: dict[str, RunningRequest] = {}
-        self._num_waiting: Counter[Share] = Counter()
-        """Requests without output, with fair sharing."""
-        self._suspects: list[str] = []
-        """Requests that may have caused deaths; they run one at a time, the first one now."""
+        self._handovers = HandOvers(self._running, metrics, self._send)
+        self._suspects = Suspects(max_num_seqs)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
         self._ready: asyncio.Future[ReplicaUp] = self.loop.create_future()
@@ -156,14 +149,18 @@ class EngineClient:
         self._responses.setsockopt(zmq.LINGER, 0)
         self._responses.set_hwm(0)
         self._security.bind(self._responses, endpoints.responses[index])
-        self._cache, self._num_adapters = cache, num_adapters
+        self._cache, self._kv_store, self._num_adapters = cache, kv_store, num_adapters
         self._is_pooling, self._has_hosts = is_pooling, bool(token)
+        self._views = KVViews(cache, kv_events, media, index) if cache is not None and kv_events is not None else None
+        """What the replicas have cached; None: they do not say it."""
         self._router: Router | None = None
         """None: there has been only one replica."""
         self._silence: SilenceCheck | None = None
         self._check_timer: asyncio.TimerHandle | None = None
         """Of the check for silence, which is made if there is a router."""
         self._replicas: dict[int, Replica] = {}
+        self._roles: Mapping[int, ReplicaRole] = roles or {}
+        """As in `ReplicaRoles`; it may name replicas that this process does not know yet."""
         self._pinned_adapters: list[bytes] = []
         self.calls = ReplicaCalls(index, self._replicas, self._subject)
         for number, address in endpoints.requests.items():
@@ -202,33 +199,11 @@ class EngineClient:
         return len(self._running)
 
     def admit(self) -> None:
-        """Raise `EngineUnavailable` if no request can be accepted now, and `QueueFull` if no more may wait.
-
-        A request counts as waiting if its replica's newest stats do not count it as running. If these stats count none
-        as waiting, each free place in the running batch admits one more. The queue is never full while this process has
-        no open requests, as the stats may be outdated then.
-
-        Each API process counts its own open requests, and takes the other processes' from the stats that the engine
-        last sent to any of them. So several processes may accept more requests between two steps than one would.
-
-        With fair sharing, a share may always have its part of the queue, also if others have filled it.
-        """
+        """Raise `EngineUnavailable` if no request can be accepted now, and `QueueFull` if no more may wait."""
         self.check()
-        if self._max_queue is None or not self._running:
-            return
-        draining = [replica.number for replica in self._replicas.values() if replica.state == "draining"]
-        used = self._live_replicas() + draining
-        stats = self._stats(used).values()
-        # The second sum includes other processes' requests.
-        num_open = max(len(self._running), sum(each.running + each.waiting for each in stats))
-        num_waiting = num_open - sum(each.running if each.waiting else self._max_num_seqs for each in stats)
-        if num_waiting < self._max_queue:
-            return
-        share = SHARE.get()
-        weights = dict([*self._num_waiting, share])
-        part = self._max_queue * share.weight / sum(weights.values()) if share.key else 0.0
-        if self._num_waiting[share] >= part:
-            raise QueueFull(f"{max(0, num_waiting)} requests are waiting already, the maximum is {self._max_queue}")
+        if self._running:
+            draining = [replica.number for replica in self._replicas.values() if replica.state == "draining"]
+            self._admission.check(len(self._running), self._stats(self._live_replicas() + draining).values())
 
     async def probe(self) -> None:
         """Return when the engine loop and every rank of a replica have answered; raises `EngineUnavailable` if none
@@ -259,11 +234,13 @@ class EngineClient:
         adapter: AdapterRef | None = None,
         adapter_starts: Sequence[int | None] = (),
         adapter_name: str = "",
+        kv_peer: str | None = None,
     ) -> OutputStream:
         """Submit requests (id, prompt, params) with a common output stream: `n` in a row for each prompt. No id may be
         used twice. `second_segments`, if given, has one for each request, and `media` the items of each prompt. The
         `adapter` changes each prompt from its start on; None: it does not change this one. `adapter_name` is for
-        metrics and KV events. The data of items and of the adapter remains until nothing refers to `lease`.
+        metrics and KV events. The data of items and of the adapter remains until nothing refers to `lease`. `kv_peer`
+        is the address of the KV store that has the prompts; empty: another server continues, so they are stored early.
 
         `DATA_PARALLEL_RANK` chooses the replica that they start on. Raises `EngineUnavailable` and `QueueFull`, and
         `InvalidParameter` if there is no such replica; then none was submitted.
@@ -273,8 +250,7 @@ class EngineClient:
             self._check_rank(rank)
         stream = OutputStream(self.abort, [request_id for request_id, _, _ in requests])
         now, share, trace = time.monotonic(), SHARE.get(), TRACE.get()
-        if share.key:
-            self._num_waiting[share] += len(requests)
+        self._admission.add(share, len(requests))
         for number, (request_id, prompt_ids, params) in enumerate(requests):
             if number % n == 0:
                 prompt = PromptRequests(n, num_open=n)
@@ -295,6 +271,8 @@ class EngineClient:
                 adapter=None if start is None else adapter,
                 adapter_start=start or 0,
                 adapter_name="" if start is None else adapter_name,
+                hands_over=kv_peer == "" and params.max_tokens == 1,
+                kv_peer=kv_peer or "",
             )
             running = self._running[request_id] = RunningRequest(stream, now, submit, prompt, lease, adapter_name)
             if adapter_name:
@@ -390,8 +368,6 @@ class EngineClient:
             asked = (self.calls.reset_prefix_cache(each, clears_store=clears_store) for each in live)
             if error := next(filter(None, await asyncio.gather(*asked)), ""):
                 return error
-            if self._router is not None:
-                self._router.on_reset()
         for lost in self._replicas.values() if clears_stores else ():
             if all(each.host != lost.host for each in live):  # nobody could clear its store, which may be up
                 return f"{self._subject(lost.number)} is {lost.state}: the KV store of its host was not cleared"
@@ -406,42 +382,71 @@ class EngineClient:
             raise EngineUnavailable(f"{RANK_HEADER}: replica {rank} is {state}; omit it to use another replica")
 
     def _place(self, running: RunningRequest, request: EngineCoreRequest, rank: int | None = None) -> None:
-        """Send a request to this replica, or to the best one; without one that is up, it waits (see `_on_up`)."""
+        """Send a request to this replica, or to the best one; without one that is up, it waits (see `_on_up`).
+
+        If the router wants it to continue elsewhere after its first token, that replica is told to expect it.
+        """
         live = [each for each in (self._live_replicas() if rank is None else [rank]) if each not in running.leaving]
+        successor: int | None = None
         if not live:
             running.replica = running.placed = None
-            return
-        running.replica = live[0] if self._router is None else self._router.place(request, self._stats(live))
-        running.last_replica = running.replica
+            return self._handovers.expect(running, None)
+        if self._router is None:
+            running.replica = live[0]
+        else:
+            running.replica = self._router.place(request, self._stats(live), self._places(live))
+            successor = self._router.successor(request.request_id)
+        if successor is not None:
+            request = msgspec.structs.replace(request, hands_over=True)
+        self._send_placed(running, request, running.replica)
+        self._handovers.expect(running, successor)
+
+    def _send_placed(self, running: RunningRequest, request: EngineCoreRequest, replica: int) -> None:
+        """Send a request to the replica that was chosen for it."""
+        running.replica = running.last_replica = replica
+        running.stream.kv_peer = self._replicas[replica].kv_peer
         if running.trace is not None:
-            running.trace.place(running.replica)
+            running.trace.place(replica)
         running.placed = request
         if request.media and self._has_hosts:
-            self._start_task(self._send_with_content(running, request, running.replica))
+            self._start_task(self._send_with_content(running, request, replica))
         else:
-            self._send(request, running.replica)
+            self._send(request, replica)
+
+    def _places(self, replicas: Sequence[int]) -> dict[int, ReplicaPlace] | None:
+        """The roles of these replicas, and the KV stores of their hosts; None: they have no roles."""
+        present = [self._replicas[number] for number in replicas]
+        if all(replica.role == "any" for replica in present):
+            return None
+        up = {host for host, (_, is_up) in self._metrics.stores().items() if is_up}
+        return {each.number: ReplicaPlace(each.role, each.host if each.host in up else "") for each in present}
+
+    def _hand_over(self, running: RunningRequest, replica: int, now: float) -> None:
+        """Let a request go on where it is expected, whose prompt this replica has computed. If that has died, or is
+        silent or to be removed, it goes on elsewhere, or stays."""
+        successor = running.successor
+        if running.trace is not None:
+            running.trace.leave("handed_over", f"{self._subject(replica)} has computed the prompt")
+        if successor is None or successor not in self._live_replicas():
+            self._resume(running)
+        else:
+            self._handovers.take(running)
+            self._send_placed(running, running.resume_request, successor)
+        self._handovers.on_handed_over(running, replica, now)
 
     async def _send_with_content(self, running: RunningRequest, request: EngineCoreRequest, replica: int) -> None:
-        """Send a request with the bytes of its items, unless it has ended or moved meanwhile.
+        """Send a request with the bytes of its items, unless it has ended or moved meanwhile."""
 
-        A lack of file descriptors passes when connections are closed.
-        """
-        until = self.loop.time() + _READ_SECONDS
-        while True:
-            error: OSError | None = None
-            try:
-                media = await asyncio.to_thread(lambda: [*map(_with_content, request.media)])
-            except OSError as cause:
-                error = cause
-            if self._running.get(request.request_id) is not running or running.placed is not request:
-                return
-            if error is None:
-                return self._send(msgspec.structs.replace(request, media=media), replica)
-            if error.errno not in (errno.EMFILE, errno.ENFILE) or self.loop.time() >= until:
-                text = f"the processed images of the request cannot be read now: {error.strerror}"
-                self._give_up(running, text, is_unavailable=True)
-                return self._check_drained()
-            await asyncio.sleep(_READ_AGAIN_SECONDS)
+        def is_wanted() -> bool:
+            return self._running.get(request.request_id) is running and running.placed is request
+
+        try:
+            if (whole := await with_content(request, is_wanted)) is not None:
+                self._send(whole, replica)
+        except OSError as error:
+            text = f"the processed images of the request cannot be read now: {error.strerror}"
+            self._give_up(running, text, is_unavailable=True)
+            self._check_drained()
 
     def _give_up(self, running: RunningRequest, error: str, *, is_unavailable: bool = False) -> None:
         """End a request that is not in the engine. `is_unavailable` as in `EngineCoreOutput`."""
@@ -471,32 +476,25 @@ class EngineClient:
     def _on_finished(self, request_id: str, running: RunningRequest, reason: FinishReason) -> None:
         """Update router, queue and metrics for a request that has left `_running`."""
         if running.last_output is None:
-            self._on_started(running)
+            self._admission.start(running.share)
         self._count_finished(running, reason)
+        self._handovers.expect(running, None)
         if self._router is not None:
             self._router.on_finished(request_id, running.delivered)
-        if request_id in self._suspects:
-            self._clear_suspect(request_id)
+        self._run_suspect(self._suspects.clear(request_id))
 
     def _count_finished(self, running: RunningRequest, reason: FinishReason) -> None:
         """Add a finished request to the metrics of its last replica, or of the first one if it had none."""
         replica = min(self._replicas, default=0) if running.last_replica is None else running.last_replica
         running.finish(reason, self._metrics, replica, is_pooling=self._is_pooling)
 
-    def _on_started(self, running: RunningRequest) -> None:
-        """Stop counting a request as waiting."""
-        if running.submit.share:
-            share = Share(running.submit.share, running.submit.weight)
-            self._num_waiting[share] -= 1
-            if not self._num_waiting[share]:
-                del self._num_waiting[share]
-
     def fail(self, reason: str) -> None:
         """Fail all open requests, abort them in the engine, and accept no new ones."""
         if self._failed.done():
             return
-        for number in {running.replica for running in self._running.values() if running.replica is not None}:
-            self._send(AbortRequests([i for i, running in self._running.items() if running.replica == number]), number)
+        for number in self._replicas:
+            if ids := [i for i, each in self._running.items() if number in (each.replica, each.successor)]:
+                self._send(AbortRequests(ids), number)
         failure = EngineUnavailable(reason, "draining" if reason == SHUTTING_DOWN else "unavailable")
         self._failed.set_result(failure)
         for running in self._running.values():
@@ -505,8 +503,8 @@ class EngineClient:
             self._count_finished(running, "error")
             running.stream.fail(failure)
         self._running.clear()
-        self._num_waiting.clear()
-        self._suspects.clear()
+        self._admission.clear()
+        self._suspects.forget()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -537,11 +535,14 @@ class EngineClient:
             info = ReplicaInfo(
                 index=number,
                 host=replica.host,
+                role=replica.role,
                 state="unresponsive" if replica.state == "up" and replica.is_unresponsive else replica.state,
                 num_requests_running=stats.running,
                 num_requests_waiting=stats.waiting,
                 reason=replica.reason,
                 last_death=self._metrics.last_death(number),
+                tensor_parallel_size=replica.tensor_parallel_size,
+                stages=replica.stages,
             )
             found.append(info)
         return found
@@ -578,6 +579,10 @@ class EngineClient:
         match state:
             case EngineFailed(reason):
                 self.fail(reason)
+            case ReplicaRoles(roles):
+                self._roles = roles
+                for number, replica in self._replicas.items():
+                    replica.role = roles.get(number, "any")
             case ReplicaStarting(number, address):
                 self._add(number, address)
             case ReplicaUp(number) if number in self._replicas:
@@ -593,15 +598,20 @@ class EngineClient:
         """Add a replica that is starting, or note the address at which one starts again."""
         replica = self._replicas.get(number)
         if replica is None:
-            self._replicas[number] = Replica(number, address, self._context, self._security)
+            replica = self._replicas[number] = Replica(number, address, self._context, self._security)
+            replica.role = self._roles.get(number, "any")
             if self._router is None and len(self._replicas) > 1:
-                self._router = Router(
+                self._router = self._handovers.router = Router(
                     list(self._replicas),
                     cache=self._cache,
                     num_adapters=self._num_adapters,
                     max_num_seqs=self._max_num_seqs,
                     first=self.index,
+                    caches=self._views,
+                    store=self._kv_store,
                 )
+                for each in self._replicas.values():
+                    self._follow(each)
                 self._silence = SilenceCheck(self._replicas, self.loop.time())
                 self._check_timer = self.loop.call_later(CHECK_SECONDS, self._check_silence)
             return
@@ -616,6 +626,7 @@ class EngineClient:
         self._awaited.discard(replica.number)
         self._update_ready()
         replica.move_timer = self.loop.call_later(seconds, self._move, replica)
+        self._handovers.forget_successor(replica.number)
         self._check_drained()
 
     def _move(self, replica: Replica) -> None:
@@ -673,6 +684,7 @@ class EngineClient:
         self._update_ready()
         if self._router is not None:
             self._router.on_replica_removed(replica.number)
+            self._follow_stores()
 
     def _disconnect(self, replica: Replica) -> None:
         """Close the connection to a replica, which will no longer answer."""
@@ -691,6 +703,8 @@ class EngineClient:
         if replica.state == "up":  # its death was not noticed
             self._on_lost(replica, ReplicaLost(replica.number, "it was restarted", returns=True))
         replica.state, replica.incarnation = "up", up.incarnation
+        replica.tensor_parallel_size, replica.stages, replica.kv_peer = up.tensor_parallel_size, up.stages, up.kv_peer
+        self._metrics.stage_ranks[replica.number] = up.tensor_parallel_size
         replica.is_silent = replica.has_failed_probe = False
         replica.reason, replica.heard_at = None, self.loop.time()
         self._forget_leaving(replica)
@@ -703,15 +717,28 @@ class EngineClient:
             self._metrics.take(replica.number, up.stats)
         if self._router is not None:
             self._router.on_replica_ready(replica.number)
+            self._follow(replica)
         self._last_up = up
         self._update_ready()
         waiting = [
-            (i, each) for i, each in self._running.items() if each.replica is None and i not in self._suspects[1:]
+            (i, each) for i, each in self._running.items() if each.replica is None and not self._suspects.waits(i)
         ]
         for _, running in waiting:
             self._resume(running)
         if waiting:
             logger.info("%s is up; %d requests go on", self._subject(replica.number), len(waiting))
+
+    def _follow(self, replica: Replica) -> None:
+        """Ask a replica what it has cached, now and from now on."""
+        if self._views is not None:
+            replica.send(self._views.follow(replica.number, replica.host))
+
+    def _follow_stores(self) -> None:
+        """Ask for what the stores of all hosts have, after the replica that was asked has gone."""
+        if self._views is not None and (hosts := self._views.silent_hosts()):
+            for host, replica in {each.host: each for each in self._replicas.values() if each.state == "up"}.items():
+                if host in hosts:
+                    self._follow(replica)
 
     def _update_ready(self) -> None:
         """Become ready when a replica has been up and none is still loading for the first time."""
@@ -727,61 +754,34 @@ class EngineClient:
         self._disconnect(replica)
         self._update_ready()
         moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
+        self._handovers.forget_successor(replica.number)
         for request_id, running in moved.items():
             running.replica = None
             if self._router is not None:
                 self._router.on_finished(request_id, [])
             if running.trace is not None:
                 running.trace.leave("replica_lost", f"{self._subject(replica.number)} has died: {lost.reason}")
-        if lost.may_be_caused_by_request:
-            self._suspect(moved, lost.reason)
+        cause = self._suspects.on_death(moved, time.monotonic()) if lost.may_be_caused_by_request else None
+        if cause is not None:
+            self._give_up(
+                cause,
+                f"the engine died {cause.num_deaths} times while it ran this request, which is given up: {lost.reason}",
+            )
         for request_id, running in moved.items():
-            if request_id in self._running and running.replica is None and request_id not in self._suspects[1:]:
+            if request_id in self._running and running.replica is None and not self._suspects.waits(request_id):
                 self._resume(running)
         # Last, as the tokens of finished requests are added to the replica's cache.
         if self._router is not None:
             self._router.on_replica_dead(replica.number)
+            self._follow_stores()
         if moved:
             where = "go on elsewhere" if self._live_replicas() else "wait until it is back"
             logger.warning("%s has died; %d requests %s", self._subject(replica.number), len(moved), where)
 
-    def _suspect(self, moved: dict[str, RunningRequest], reason: str) -> None:
-        """Find out which request of a dead replica has caused its death, and fail it.
-
-        A request whose replicas have died `MAX_DEATHS` times in a row, while it hardly made progress, is a suspect. If
-        it is the only one, it is the cause. Several suspects run one at a time from now on.
-        """
-        now = time.monotonic()
-        for place, (request_id, running) in enumerate(moved.items()):
-            if running.last_output is None and place >= self._max_num_seqs:
-                continue  # it has not run yet
-            if now - running.died_at < _SAME_MOMENT_SECONDS:
-                continue  # it was sent to a replica that was dying, too
-            running.died_at = now
-            running.num_deaths += 1
-            if running.num_deaths >= MAX_DEATHS and request_id not in self._suspects:
-                self._suspects.append(request_id)
-        first = next(iter(self._suspects), None)
-        if first in moved and (len(self._suspects) == 1 or moved[first].num_deaths > MAX_DEATHS):
-            running = moved[first]
-            self._give_up(
-                running,
-                f"the engine died {running.num_deaths} times while it ran this request, which is given up: {reason}",
-            )
-
-    def _clear_deaths(self, request_id: str, running: RunningRequest) -> None:
-        """Forget the deaths of a request's replicas once it has made progress."""
-        if len(running.delivered) - running.num_resumed >= CLEARING_TOKENS:
-            running.num_deaths = 0
-            if request_id in self._suspects:
-                self._clear_suspect(request_id)
-
-    def _clear_suspect(self, request_id: str) -> None:
-        """Run the next suspect, as this one has made progress or has ended."""
-        is_first = self._suspects[0] == request_id
-        self._suspects.remove(request_id)
-        if is_first and self._suspects:
-            self._resume(self._running[self._suspects[0]])
+    def _run_suspect(self, request_id: str | None) -> None:
+        """Let the next suspect run, if another one may."""
+        if request_id is not None:
+            self._resume(self._running[request_id])
 
     def _resume(self, running: RunningRequest) -> None:
         """Let a request go on after the tokens delivered so far."""
@@ -817,8 +817,11 @@ class EngineClient:
         self._replicas[replica].send(message)
 
     def _receive(self) -> None:
-        """Process all received messages. ZMQ_FD is edge-triggered: it signals new messages, not unread ones."""
-        now = self.loop.time()
+        """Process all received messages. ZMQ_FD is edge-triggered: it signals new messages, not unread ones. After many
+        KV events, other work of the loop goes first."""
+        if self._responses.closed:
+            return
+        now, num_bytes = self.loop.time(), 0
         try:
             while True:
                 frames = self._responses.recv_multipart(zmq.NOBLOCK)
@@ -835,6 +838,13 @@ class EngineClient:
                 if isinstance(message, KVStoreState):  # says nothing about the replica
                     self._metrics.take_store(message.replica, replica.host, message.stats)
                     continue
+                if isinstance(message, KVEventsNews):  # of a thread of its own, too
+                    if self._views is not None and (answer := self._views.take(message)) is not None:
+                        replica.send(answer)
+                    if (num_bytes := num_bytes + len(message.batch)) > _NEWS_BYTES:
+                        self.loop.call_soon(self._receive)
+                        return
+                    continue
                 replica.is_silent, replica.heard_at = False, now
                 if isinstance(message, EngineCoreOutputs):
                     if message.stats is not None or message.outputs or message.request_ids:  # not a pulse
@@ -842,6 +852,8 @@ class EngineClient:
                         self._deliver(message)
                 else:
                     replica.has_failed_probe = False
+                    if isinstance(message, PrefixCacheReset) and self._router is not None:
+                        self._router.on_reset(message.replica)
                     self.calls.on_message(message)
         except zmq.Again:
             pass
@@ -873,7 +885,7 @@ class EngineClient:
                 running.last_output = now
                 running.delivered.append(token_id)
                 if running.num_deaths:
-                    self._clear_deaths(request_id, running)
+                    self._run_suspect(self._suspects.on_tokens(request_id, running))
                 running.stream.put_token(request_id, token_id)
         for last_output, count in Counter(earlier).items():  # most requests had their last output in the same step
             self._metrics.observe(outputs.replica, "inter_token_latency_seconds", now - last_output, count)
@@ -882,11 +894,12 @@ class EngineClient:
             if running is None:
                 continue
             if running.replica != outputs.replica:
-                if output.finish_reason is not None:
+                if output.finish_reason is not None or output.is_handed_over:
                     running.leaving.discard(outputs.replica)
-                    if running.replica is None and output.request_id not in self._suspects[1:]:
+                    if running.replica is None and not self._suspects.waits(output.request_id):
                         self._resume(running)
                 continue
+            self._handovers.on_output(running, output, outputs.replica, now)
             self._record_progress(running, output)
             if running.trace is not None:
                 running.trace.receive(output, now)
@@ -900,7 +913,7 @@ class EngineClient:
             if output.token_ids:
                 if running.last_output is None:
                     self._metrics.observe(outputs.replica, "time_to_first_token_seconds", now - running.arrived)
-                    self._on_started(running)
+                    self._admission.start(running.share)
                 else:
                     since = now - running.last_output
                     self._metrics.observe(outputs.replica, "inter_token_latency_seconds", since)
@@ -909,6 +922,8 @@ class EngineClient:
                 del self._running[output.request_id]
                 self._on_finished(output.request_id, running, output.finish_reason)
             running.stream.put(output)
+            if output.is_handed_over:
+                self._hand_over(running, outputs.replica, now)
         if self._replicas[outputs.replica].state == "draining":
             self._check_drained()
 
@@ -930,4 +945,4 @@ class EngineClient:
             output.num_loaded_tokens = running.num_loaded_tokens
             running.delivered += output.token_ids
             if running.num_deaths:
-                self._clear_deaths(output.request_id, running)
+                self._run_suspect(self._suspects.on_tokens(output.request_id, running))

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from multiprocessing.util import Finalize
 from typing import Literal
 
@@ -28,7 +27,7 @@ from quire.engine.core.launch import (
     request_address,
     start_core,
 )
-from quire.engine.kv_store.launch import KVStoreArgs, start_kv_store
+from quire.engine.kv_store.launch import KVStoreArgs, peer_address, start_kv_store
 from quire.engine.process import log
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.supervisor import Process, SupervisedProcess, Supervisor
@@ -43,6 +42,8 @@ from quire.engine.protocol.supervision import (
     ReplicaDraining,
     ReplicaLost,
     ReplicaRemoved,
+    ReplicaRole,
+    ReplicaRoles,
     ReplicaStarting,
     ReplicaUp,
     SetLogLevel,
@@ -51,6 +52,7 @@ from quire.engine.protocol.supervision import (
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.helper_process import HelperProcess
 from quire.server.client.metrics import Metrics
+from quire.server.client.replica_roles import hosts_with_one_role, role_changes, wanted_roles
 from quire.server.config.server_options import RestartPolicy
 
 RESTART_SECONDS = (0.1, 60.0)
@@ -66,6 +68,8 @@ _QUICK_SHUTDOWN_SECONDS = 0.5
 _FIRST = 100
 """Exit priority of stopping the cores: before all other tasks of the exit, to which the cores may still respond."""
 
+_ROLE_TEXTS: dict[ReplicaRole, str] = {"any": "all requests", "prefill": "prompts", "decode": "decodes"}
+
 logger = logging.getLogger(__name__)
 
 
@@ -78,6 +82,8 @@ class ApiProcessInfo:
     """The file with the metrics."""
     awaited: frozenset[int]
     """The replicas that have to be up before the API accepts requests, and have not been yet."""
+    roles: dict[int, ReplicaRole]
+    """As in `ReplicaRoles`."""
     index: int = 0
 
     @property
@@ -111,12 +117,26 @@ class _Core(SupervisedProcess):
             self.send(SetLogLevel(level))  # its nodes may have been started with another one
         if self.is_stopping or not self._manager.group_runs:
             return  # it was asked to stop in the meantime
-        self._manager.on_up(ReplicaUp(self.replica, self.incarnation, ready.stats, ready.seconds))
+        blocks = 0 if ready.stats is None else ready.stats.kv_blocks
+        parallel = self.config.parallel
+        up = ReplicaUp(
+            self.replica,
+            self.incarnation,
+            ready.stats,
+            ready.seconds,
+            max_model_len=self.config.with_blocks(blocks).model.max_model_len,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            stages=[(layers.start, layers.stop - 1) for layers in parallel.stages],
+            kv_peer=self._manager.kv_peer,
+        )
+        self._manager.on_up(up)
 
     def on_stopped(self) -> None:
-        self._manager.release_kv(self.replica)
+        self._manager.tell_kv_store(ReplicaRemoved(self.replica))
 
     def on_exit(self, failure: Failed) -> float | None:
+        # Before its requests go on elsewhere: they would wait for what it has not stored.
+        self._manager.tell_kv_store(ReplicaLost(self.replica, failure.reason, returns=False))
         now = time.monotonic()
         self.deaths.append(now)
         while now - self.deaths[0] > RESTART_WINDOW:
@@ -189,6 +209,12 @@ class EngineManager:
         """The file of the metrics, which all processes of this host share."""
         self.requests = {replica: self._endpoints.requests[replica] for replica in parallel.api_replicas}
         """The replicas of the API, and the address of each."""
+        self.roles: dict[int, ReplicaRole] = {
+            replica: role for replica in self.requests if (role := parallel.role_of(replica)) != "any"
+        }
+        """As in `ReplicaRoles`."""
+        self._with_one_role: dict[str, ReplicaRole] = {}
+        """Of which there was a warning (`hosts_with_one_role`)."""
         self._awaited = set(self.requests)
         """Replicas of the start that have not been up yet."""
         self._has_been_up: set[int] = set()
@@ -204,7 +230,9 @@ class EngineManager:
         """Whether replicas that share experts have been started, and none has died since."""
         self._running_elsewhere = set[int]()
         """Replicas of other hosts that have not exited while the group is being stopped."""
-        self._cores = [_Core(self, replica, config) for replica in parallel.local_replicas]
+        self._cores = [
+            _Core(self, replica, config.of_role(parallel.role_of(replica))) for replica in parallel.local_replicas
+        ]
         self._others: dict[SupervisedProcess, Callable[[], object]] = {}
         """The processes that are no engine cores, and what to call when they have ended."""
         self._lost_since: float | None = None
@@ -227,7 +255,7 @@ class EngineManager:
     def process_info(self, index: int) -> ApiProcessInfo:
         """Return the information about the other processes that API process `index` needs."""
         endpoints = replace(self._endpoints, requests=dict(self.requests))
-        return ApiProcessInfo(endpoints, self.metrics_path, frozenset(self._awaited), index)
+        return ApiProcessInfo(endpoints, self.metrics_path, frozenset(self._awaited), dict(self.roles), index)
 
     def start_core(self, core: _Core) -> Process:
         """Start the core of a replica."""
@@ -238,14 +266,23 @@ class EngineManager:
         endpoints = replace(self._endpoints, requests=self._endpoints.requests | self.requests)
         return start_core(CoreArgs(config, endpoints, self.log_level, core.incarnation), self._folder.path)
 
-    def release_kv(self, replica: int) -> None:
-        """Tell the KV store that no rank of a replica reads or writes its memory any more."""
+    def tell_kv_store(self, state: ReplicaLost | ReplicaRemoved) -> None:
+        """Tell the KV store that a replica stores nothing any more, or that none of its ranks reads or writes there."""
         if self._kv_store is not None:
-            self._kv_store.send(ReplicaRemoved(replica))
+            self._kv_store.send(state)
+
+    @property
+    def kv_peer(self) -> str:
+        """Where others read from the KV store of this host; empty: nowhere."""
+        return self._hosts.kv_peer or peer_address(self._config)
 
     def start_kv_store(self) -> Process:
         """Start the process of the KV store."""
-        return start_kv_store(KVStoreArgs(self._config, self._endpoints.kv_store, self._folder.path, self.log_level))
+        store = self._config.kv_store
+        assert store is not None
+        peers = (*store.peers, *self._hosts.kv_peers)
+        own = self._endpoints.kv_store, self._folder.path, self.log_level
+        return start_kv_store(KVStoreArgs(self._config, *own, self.kv_peer, peers))
 
     def set_log_level(self, level: LogLevel) -> None:
         """Show log messages of at least this level, in the engine cores and ranks of all hosts that this one leads, and
@@ -280,7 +317,7 @@ class EngineManager:
 
     def on_state(self, state: EngineState) -> None:
         """Record a new state and pass it on."""
-        if not isinstance(state, EngineFailed):
+        if not isinstance(state, EngineFailed | ReplicaRoles):
             self._unverified.pop(state.replica, None)
         match state:
             case ReplicaStarting(replica, address):
@@ -292,12 +329,15 @@ class EngineManager:
                     logger.info("%s is up again", f"replica {replica}" if self._has_several else "the engine core")
                 elif replica not in self._awaited:
                     logger.info("replica %d is up", replica)
-                elif stats is not None and stats.kv_blocks != self._config.cache.num_blocks:
-                    logger.info("%s%s", self._prefix(replica), cache_text(self._config.with_blocks(stats.kv_blocks)))
+                elif stats is not None:
+                    config = next((core.config for core in self._cores if core.replica == replica), self._config)
+                    if stats.kv_blocks != config.cache.num_blocks:
+                        logger.info("%s%s", self._prefix(replica), cache_text(config.with_blocks(stats.kv_blocks)))
                 self._has_been_up.add(replica)
                 self._awaited.discard(replica)
                 self.states[replica] = state
                 self.metrics.state(replica, "up")
+                self._check_hosts()
             case ReplicaLost(replica, reason):
                 self.states[replica] = state
                 self.metrics.state(replica, "restarting" if state.returns else "dead")
@@ -309,9 +349,11 @@ class EngineManager:
                 del self.requests[replica]
                 for known in (self._awaited, self._has_been_up):
                     known.discard(replica)
-                for table in (self.states, self._drained):
+                for table in (self.states, self._drained, self.roles):
                     table.pop(replica, None)
                 self.metrics.state(replica, "removed")
+            case ReplicaRoles(roles):
+                self.roles = roles
             case EngineFailed():
                 if self.failure is not None:
                     return
@@ -428,42 +470,65 @@ class EngineManager:
 
     # --- adding and removing replicas ----------------------------------------------------------------------------
 
-    def resize(self, count: int, drain_seconds: float) -> None:
-        """Start replicas on this host, or drain some of its replicas, so that there are `count` in all, 1 to
-        `MAX_REPLICAS`; does not wait for them.
+    def resize(
+        self, count: int | None, drain_seconds: float, prefill: int | None = None, decode: int | None = None
+    ) -> None:
+        """Start replicas on this host, drain some of its replicas, or give replicas other roles, so that there are as
+        many as `wanted_roles` says, 1 to `MAX_REPLICAS`; does not wait for them.
 
-        Replicas that are not up are removed first, then the replicas with the highest numbers. Dead ones that stay are
-        started again. Raises `ConfigError`, and changes nothing, if that is not possible.
+        Replicas that are not up are removed first, then the replicas with the highest numbers, both if their role has
+        too many. New ones have the layout of their role; a replica that gets another role is not restarted, and keeps
+        its layout. Dead ones that stay are started again. Raises `ConfigError`, and changes nothing, if that is not
+        possible.
         """
         if not self.is_settled or self.failure is not None:
             raise ConfigError("the engine is not running yet, or has failed")
-        check_resizable(self._config.parallel)
-        present = sorted(
-            self.requests.keys() - self._drained.keys(),
+        config = self._config
+        roles: dict[int, ReplicaRole] = {
+            each: self.roles.get(each, "any") for each in sorted(self.requests.keys() - self._drained.keys())
+        }
+        have = Counter(roles.values())
+        want = wanted_roles(have, count, prefill, decode)
+        if count is not None or want.total() != have.total():
+            check_resizable(config.parallel)
+        if want.total() > MAX_REPLICAS:
+            raise ConfigError(f"{want.total()} replicas: at most {MAX_REPLICAS} are supported")
+        if want["prefill"] and (config.model.pooling is not None or not self._may_hand_over):
+            raise ConfigError(
+                "replicas for prompts hand over KV by way of the host's memory, and this server keeps none there; "
+                "restart it with --prefill-replicas and --decode-replicas, or with --kv-offloading-size"
+            )
+        here = {core.replica: core for core in self._cores if not core.is_stopping}
+        removable = sorted(
+            (each for each in roles if not self._hosts.is_joined(each)),
             key=lambda replica: (isinstance(self.states.get(replica), ReplicaUp), -replica),
         )
-        here = {core.replica: core for core in self._cores if not core.is_stopping}
-        elsewhere = [each for each in present if self._hosts.is_joined(each)]
-        removed = [each for each in present if each not in elsewhere][: max(0, len(present) - count)]
-        if len(removed) < len(present) - count:
+        suited = {
+            role: [each for each, core in here.items() if core.config.has_layout_of(config.of_role(role))]
+            for role in want
+        }
+        new = role_changes(roles, want, removable, suited)
+        if len(new.removed) < have.total() - want.total():
             raise ConfigError(
-                f"there are {len(elsewhere)} replicas on other hosts, so that {count} are too few; stop them there, by "
-                "SIGTERM"
+                f"there are {have.total() - len(removable)} replicas on other hosts, so that {want.total()} are too "
+                "few; stop them there, by SIGTERM"
             )
         self._cores = [core for core in self._cores if core.process is not None or not core.is_stopping]
         taken = self.requests.keys() | {core.replica for core in self._cores}  # also cores that are exiting
         unused = (number for number in range(MAX_REPLICAS) if number not in taken)
         added: list[_Core] = []
-        for number in islice(unused, max(0, count - len(present))):
+        for number, role in zip(unused, new.added, strict=False):
             others = [*self._cores, *added]
             used = {device for core in others for device in self._devices(core)}
             num_loading = sum(not core.is_ready for core in others)
-            config = added_replica(self._config, number, used, len(others) + 1, num_loading)
-            added.append(_Core(self, number, config))
-        for replica in removed:
+            ranks = [core.config.parallel.ranks_per_node for core in others]
+            its_config = added_replica(config.of_role(role), number, used, ranks, num_loading)
+            added.append(_Core(self, number, its_config))
+        self._set_roles({**new.changed, **{core.replica: role for core, role in zip(added, new.added, strict=True)}})
+        for replica in new.removed:
             logger.info("replica %d is to be removed, and drains for up to %g s", replica, drain_seconds)
             self._drain(replica, drain_seconds)
-        for replica in set(present) - set(removed):
+        for replica in roles.keys() - set(new.removed):
             if (core := here.get(replica)) is not None and core.process is None and core.restart_at is None:
                 self._announce(core, self.requests[replica])
                 core.restart_at = time.monotonic()
@@ -471,6 +536,36 @@ class EngineManager:
             self._cores.append(core)
             self._announce(core, request_address(self._folder.path, core.replica))
             self.supervisor.add(core)
+        self._check_hosts()
+
+    @property
+    def _may_hand_over(self) -> bool:
+        """Whether hosts with replicas have a KV store; of others, this one may know nothing."""
+        return self._config.kv_store is not None or not self._config.parallel.local_replicas
+
+    def _set_roles(self, changed: Mapping[int, ReplicaRole]) -> None:
+        """Give these replicas a role, and report it if it is another one."""
+        roles = self.roles.copy()
+        for replica, role in changed.items():
+            if roles.get(replica, "any") != role:
+                logger.info("replica %d is for %s from now on", replica, _ROLE_TEXTS[role])
+            roles[replica] = role
+            if role == "any":
+                del roles[replica]
+        if roles != self.roles:
+            self.on_state(ReplicaRoles(roles))
+
+    def _check_hosts(self) -> None:
+        """Warn of hosts on which no request can change replicas."""
+        found = hosts_with_one_role(self.requests, self.roles)
+        for host, role in found.items() - self._with_one_role.items():
+            only = "compute their prompts, too" if role == "decode" else "get requests only if there are no others"
+            logger.warning(
+                "all replicas of %s are for %s, and requests change replicas on one host only: these replicas %s; give "
+                "each host replicas of both roles",
+                *(host, _ROLE_TEXTS[role], only),
+            )
+        self._with_one_role = found
 
     def _devices(self, core: _Core) -> list[int]:
         parallel = replica_config(core.config, core.replica, "").parallel
@@ -530,6 +625,9 @@ class EngineManager:
             if any(core.replica == replica and not core.is_stopping for core in self._cores):  # both at the same moment
                 self._hosts.dismiss(replica, f"replica {replica} is on the host with the API")
             else:
+                if self.roles and replica not in self.roles:
+                    role = self._config.parallel.role_of(replica)
+                    self._set_roles({replica: "decode" if role == "any" else role})
                 self.on_state(ReplicaStarting(replica, address))
                 if self._config.parallel.is_coupled and not self.group_runs:
                     self._running_elsewhere.discard(replica)

@@ -33,7 +33,7 @@ from quire.server.client.table import map_table
 
 def _loaded_tokens(stats: EngineStats) -> int:
     """Prompt tokens that came from the KV store."""
-    return stats.kv_loaded_memory_tokens + stats.kv_loaded_disk_tokens
+    return stats.kv_loaded_memory_tokens + stats.kv_loaded_disk_tokens + stats.kv_loaded_peer_tokens
 
 
 # Engine metrics: name, kind, help, value.
@@ -142,10 +142,8 @@ KV_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineS
     ("kv_stored_blocks", "counter", "KV blocks that were copied to the KV store.", lambda s: s.kv_stored_blocks),
 )
 
-# Metrics of a host's KV store, by tier (memory, disk): name, kind, help, the value of each tier.
-STORE_METRICS: tuple[
-    tuple[str, Literal["gauge", "counter"], str, Callable[[KVStoreStats], tuple[float, float]]], ...
-] = (
+# Metrics of a host's KV store, by tier (memory, disk, the stores of other hosts): name, kind, help, the value of each.
+STORE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[KVStoreStats], tuple[float, ...]]], ...] = (
     ("kv_store_bytes", "gauge", "Bytes of KV in a tier.", lambda s: (s.memory_bytes, s.disk_bytes)),
     ("kv_store_capacity_bytes", "gauge", "Size of a tier.", lambda s: (s.memory_capacity, s.disk_capacity)),
     ("kv_store_entries", "gauge", "Entries in a tier: blocks of a kind.", lambda s: (s.memory_entries, s.disk_entries)),
@@ -159,7 +157,7 @@ STORE_METRICS: tuple[
         "kv_store_read_bytes",
         "counter",
         "Bytes of KV loaded from a tier.",
-        lambda s: (s.loaded_memory_bytes, s.loaded_disk_bytes),
+        lambda s: (s.loaded_memory_bytes, s.loaded_disk_bytes, s.loaded_peer_bytes),
     ),
     (
         "kv_store_evicted_entries",
@@ -167,6 +165,19 @@ STORE_METRICS: tuple[
         "Entries that left a tier to make room.",
         lambda s: (s.evicted_memory_entries, s.evicted_disk_entries),
     ),
+)
+
+# The same about a store and those of other hosts that it reads from; absent without any.
+PEER_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[KVStoreStats], float]], ...] = (
+    ("kv_store_peers", "gauge", "KV stores of other hosts that a store reads from.", lambda s: s.peers),
+    ("kv_store_peers_up", "gauge", "Those of them that answer and have the same model.", lambda s: s.peers_up),
+    (
+        "kv_store_peer_errors",
+        "counter",
+        "Late or wrong answers of the stores of other hosts.",
+        lambda s: s.failed_peers,
+    ),
+    ("kv_store_sent_bytes", "counter", "Bytes of KV sent to the stores of other hosts.", lambda s: s.sent_peer_bytes),
 )
 
 # Metrics of a rank: name, kind, the name of another label, help, and the values by this label. Metrics that do not
@@ -293,6 +304,10 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         "Time from when a request was first scheduled to its last token, in seconds.",
         _FINE_SECONDS,
     ),
+    "handover_time_seconds": (
+        "Time from a request's first token on a prefill replica to its next output on another replica, in seconds.",
+        _ITL_SECONDS,
+    ),
     "request_prompt_tokens": ("Prompt tokens of a finished request.", _TOKENS),
     "request_prefill_kv_computed_tokens": (
         "Prompt tokens of a finished request that did not come from the prefix cache.",
@@ -303,7 +318,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_max_tokens": ("`max_tokens` of a finished request.", _TOKENS),
     "request_params_n": ("`n`, the number of outputs of a prompt.", (1, 2, 5, 10, 20)),
 }
-VLLM_NAMES = frozenset(HISTOGRAMS) | {
+VLLM_NAMES = frozenset(HISTOGRAMS) - {"handover_time_seconds"} | {
     "iteration_tokens_total",
     "lora_requests_info",
     "num_requests_running",
@@ -328,6 +343,13 @@ VLLM_NAMES = frozenset(HISTOGRAMS) | {
 }
 """The metrics that vLLM also has, with the same meaning and labels. They are also exported with the prefix `vllm:`."""
 
+# Counters of requests that change replicas after their first token, which the API processes count: name, and help.
+HANDOVERS = {
+    "requests_handed_over": "Requests whose prompt this replica has computed, and that continued on another one.",
+    "handed_over_tokens": "Tokens of requests handed over to this replica whose KV it had or loaded.",
+    "handed_over_tokens_recomputed": "Tokens of requests handed over to this replica that it computed again.",
+}
+
 _EXPERT_SERIES = 4096
 """Maximum number of experts (over all layers) with individual metrics; above it, there are only sums over ranks and
 layers.
@@ -340,7 +362,7 @@ def _layout() -> tuple[dict[str, slice], int]:
     They are followed by the newest stats that the replica has sent to this process.
     """
     sizes = {name: len(bounds) + 2 for name, (_, bounds) in HISTOGRAMS.items()}
-    sizes |= {"finished": len(FINISH_REASONS)}
+    sizes |= {"finished": len(FINISH_REASONS), **dict.fromkeys(HANDOVERS, 1)}
     ends = list(accumulate(sizes.values()))
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}, ends[-1]
 
@@ -437,6 +459,8 @@ class Metrics:
         """The newest value; every process receives it."""
         self.rank_stats: dict[int, list[RankStats]] = {}
         """By replica, as above."""
+        self.stage_ranks: dict[int, int] = {}
+        """By replica, the ranks of each of its stages; 0: not known."""
         self._hosts: dict[int, str] = {}
         """Those of replicas that have a KV store."""
         self._kv_stores: dict[str, tuple[KVStoreStats, float]] = {}
@@ -455,6 +479,10 @@ class Metrics:
         """Count a finished request and its duration."""
         self._cells[self._own + replica * _PER_REPLICA + _AT["finished"].start + FINISH_REASONS.index(reason)] += 1
         self.observe(replica, "e2e_request_latency_seconds", seconds)
+
+    def count(self, replica: int, name: str, value: int) -> None:
+        """Add to one of `HANDOVERS`."""
+        self._cells[self._own + replica * _PER_REPLICA + _AT[name].start] += value
 
     def take(self, replica: int, stats: EngineStats) -> None:
         """Store the stats of a replica."""
@@ -587,6 +615,7 @@ class Metrics:
                     ("device", stats.prefix_hit_tokens - _loaded_tokens(stats)),
                     ("host", stats.kv_loaded_memory_tokens),
                     ("disk", stats.kv_loaded_disk_tokens),
+                    ("peer", stats.kv_loaded_peer_tokens),
                 )
             ),
         )
@@ -623,8 +652,13 @@ class Metrics:
         yield self._metric("engine_deaths", "counter", meaning, samples)
         sums = {replica: self._sums(replica) for replica in known}
         for name, (meaning, bounds) in HISTOGRAMS.items():
+            if name == "handover_time_seconds" and not has_store:
+                continue
             of_each = ((each[_AT[name]], {"engine": str(replica)}) for replica, each in sums.items())
             yield self._histogram(name, meaning, bounds, of_each)
+        for name, meaning in HANDOVERS.items() if has_store else ():
+            samples = ((sum(each[_AT[name]]), {"engine": str(replica)}) for replica, each in sums.items())
+            yield self._metric(name, "counter", meaning, samples)
         samples = (
             (count, {"engine": str(replica), "finished_reason": reason})
             for replica, each in sums.items()
@@ -760,13 +794,17 @@ class Metrics:
             samples = (
                 (value, {"host": host, "tier": tier})
                 for host, stats in newest.items()
-                for tier, value in zip(("memory", "disk"), values(stats), strict=True)
-                if tier == "memory" or stats.disk_capacity
+                for tier, value in zip(("memory", "disk", "peer"), values(stats), strict=False)
+                if tier == "memory" or (stats.disk_capacity if tier == "disk" else stats.peers)
             )
             yield self._metric(name, kind, meaning, samples)
         meaning = "Entries that were dropped because their bytes were not those that had been stored."
         samples = ((stats.wrong_checksums, {"host": host}) for host, stats in newest.items())
         yield self._metric("kv_store_wrong_checksums", "counter", meaning, samples)
+        if any(stats.peers or stats.sent_peer_bytes for stats in newest.values()):
+            for name, kind, meaning, count in PEER_METRICS:
+                samples = ((count(stats), {"host": host}) for host, stats in newest.items())
+                yield self._metric(name, kind, meaning, samples)
         disks = {host: stats for host, stats in newest.items() if stats.disk_capacity}
         if disks:
             meaning = "1 if the disk tier of a host is in use; the log says why it is not."
@@ -801,11 +839,11 @@ class Metrics:
 
     def _ranks(self, replicas: Iterable[int]) -> Iterator[str]:
         """Metrics of the ranks of these replicas; metrics without a sample do not apply here."""
-        stages = self._config.parallel.stage_of if self._config is not None else lambda rank: 0
         ranks = [
-            (stats, {"engine": str(replica), "stage": str(stages(rank)), "rank": str(rank)})
+            (stats, {"engine": str(replica), "stage": str(rank // size), "rank": str(rank)})
             for replica in replicas
-            for rank, stats in enumerate(self.rank_stats.get(replica, []))
+            if (known := self.rank_stats.get(replica)) and (size := self.stage_ranks.get(replica) or len(known))
+            for rank, stats in enumerate(known)
         ]
         for name, kind, label, meaning, values in RANK_METRICS:
             samples = [

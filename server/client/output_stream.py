@@ -68,6 +68,8 @@ class OutputStream:
         """The record of the HTTP request, if there is one."""
         self.times: RequestTimes | None = None
         """The times of the request that has finished last."""
+        self.kv_peer = ""
+        """Where the KV store is read (`ReplicaUp.kv_peer`) that has the prompt of the request that was placed last."""
         self.traces: dict[str, SequenceTrace] = {}
         """The traces of the requests that are traced."""
 

@@ -37,9 +37,8 @@ class ProfileReport:
 class Profiler:
     """Starts and stops the profilers of all replicas that are up."""
 
-    def __init__(self, client: EngineClient, num_ranks: int) -> None:
-        """`num_ranks`: of each replica."""
-        self._client, self._num_ranks = client, num_ranks
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
 
     async def start(
         self,
@@ -73,7 +72,8 @@ class Profiler:
                 self._raise(replies)
             writer = TraceWriter(file)
             summaries: dict[tuple[int, int], TraceSummary] = {}
-            expected = {(replica, rank) for replica in recorded for rank in range(CORE, self._num_ranks)}
+            ranks = {each.index: each.tensor_parallel_size * len(each.stages) for each in client.replicas}
+            expected = {(replica, rank) for replica in recorded for rank in range(CORE, ranks[replica])}
             while len(summaries) < len(expected):
                 async with asyncio.timeout(_PIECE_SECONDS):
                     piece = await pieces.get()

@@ -12,6 +12,7 @@ import zmq
 
 from quire.engine.cluster.security import Security, split
 from quire.engine.protocol.engine_core import ToCore
+from quire.engine.protocol.supervision import ReplicaRole
 from quire.server.client.metrics import Death
 
 _RECONNECT_MILLISECONDS = 10
@@ -29,6 +30,7 @@ class ReplicaInfo:
 
     index: int
     host: str
+    role: ReplicaRole
     state: ReplicaState | Literal["unresponsive"]
     """unresponsive: it is up, but has sent nothing for a while, and gets no new requests while there are others."""
     num_requests_running: int
@@ -37,6 +39,10 @@ class ReplicaInfo:
     """The cause of its death, if it is not up."""
     last_death: Death | None
     """Its last death, also if it is up again."""
+    tensor_parallel_size: int
+    """Ranks of each stage; 0: it has never been up."""
+    stages: list[tuple[int, int]]
+    """First and last layer of each stage."""
 
 
 class Replica:
@@ -44,6 +50,7 @@ class Replica:
 
     def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]], security: Security) -> None:
         self.number, self.address = number, address
+        self.role: ReplicaRole = "any"
         self.state: ReplicaState = "loading"
         self.reason: str | None = None
         """The cause of its death, if it is not up."""
@@ -51,6 +58,10 @@ class Replica:
         """Moves the requests of a replica that drains."""
         self.is_drained = False
         """Whether `on_drained` was called."""
+        self.tensor_parallel_size, self.stages = 0, list[tuple[int, int]]()
+        """As in `ReplicaUp`."""
+        self.kv_peer = ""
+        """The same."""
         self.incarnation = 0
         """The number that its outputs have; others are late outputs of an earlier start."""
         self.heard_at = 0.0

@@ -3,7 +3,7 @@
 The unit of cost is a token to compute before the request's own first token. The cost at a replica is its slowness times
 the sum of
 
-      the request's tokens that are not cached there
+      the request's tokens that are not cached there, those that the KV store has in part
     + of the cached ones, as many as the replica has recently been sent above its share (`FAIR_SHARE`)
     + `ADAPTER_TOKENS` if the replica was not recently sent a request with the same adapter
     + prompt tokens of requests that were sent there and have no token yet
@@ -24,23 +24,40 @@ oldest request without a token was sent, or for some time, is at least as slow a
 slower by the moment. Without new measurements slowness is gradually forgotten, so that a replica that has recovered is
 tried again.
 
-The cache contents are estimated from the requests sent: the hash chains of prompts (and of outputs, after they finish),
-most recently used first, as many blocks as the replica has; another salt makes another chain, and so does another
-adapter from the first block on that it changes. The current load is known for this process's requests, and comes from
-the replica's newest stats for other processes' requests.
+With roles, a request goes to a replica with another role than *prefill*, as long as there is one. Of the prefill
+replicas that use the same KV store, the best one computes its prompt if the full blocks that are not cached at the
+first replica have as many tokens as the store keeps at least (`KVStoreConfig.min_tokens`), and if the request itself
+does not lose more by it than others gain:
+
+      cost at the prefill replica <= cost at the other one
+                                     + slowness * tokens that are not cached there * requests there
+                                     + slowness * `DECODE_TOKENS`
+
+since each token of a prompt that a replica computes delays all other requests there. The last term is for a request
+that has ended at the prefill replica since its newest stats, so that equal prompts to idle replicas are computed in the
+same place. The prefill replica must have
+room, unless the other one has none, either, and the store must have room for the prompt beside those that were handed
+over and still wait for their first step. So when prefill replicas have too much to do, or decode replicas are full,
+prompts are computed where they are decoded.
+
+The cache contents come from `PrefixCaches`: they are estimated from the requests sent, or known from KV events. The
+current load is known for this process's requests, and comes from the replica's newest stats for other processes'
+requests.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from quire.engine.config.engine_config import CacheConfig
+from quire.engine.config.engine_config import CacheConfig, KVStoreConfig
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.stats import EngineStats
+from quire.engine.protocol.supervision import ReplicaRole
+from quire.server.client.prefix_caches import PrefixCaches
 
 DECODE_TOKENS = 32
 """Tokens by which a running request delays the prompt of another."""
@@ -64,14 +81,12 @@ _HALF_LIFE_SECONDS = 10.0
 """Time in which a measurement loses half its weight; without new ones, the logarithm of the slowness is halved."""
 
 
-class _Chain(NamedTuple):
-    """What a chain of hashes depends on, besides the tokens."""
+class ReplicaPlace(NamedTuple):
+    """What a replica is for, as far as the router is concerned."""
 
-    salt: bytes
-    adapter: bytes
-    """Its digest; empty: there is none."""
-    adapter_start: int
-    """The first token that the adapter changes."""
+    role: ReplicaRole = "any"
+    store: str = ""
+    """The KV store that it reads and writes, between whose replicas KV can be handed over; empty: none is up."""
 
 
 @dataclass(slots=True)
@@ -79,9 +94,9 @@ class _PlacedRequest:
     """An unfinished request of this process."""
 
     replica: int
-    prompt: list[int]
-    chain: _Chain
-    hashes: list[int]
+    request: EngineCoreRequest
+    hashes: list[Any]
+    """Of its full blocks (`PrefixCaches.hashes`)."""
     pending: int
     """Tokens to compute before its next token; 0 once that has arrived."""
     blocks: int
@@ -89,18 +104,20 @@ class _PlacedRequest:
     placed_at: float
     ahead: int
     """Tokens to compute at the replica before its first token, as known when it was placed."""
+    successor: int | None = None
+    """The replica on which it continues after its first token; None: it stays. It counts as open there, too."""
+    later_blocks: int = 0
+    """KV blocks that it will allocate there."""
+    stored: int = 0
+    """Tokens that the KV store keeps for it until its next token: it was handed over."""
 
 
 @dataclass(slots=True)
 class _ReplicaLoad:
     """The requests that this process has sent to a replica."""
 
-    cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Hashes of blocks, in order of last use."""
     adapters: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     """Digests of the adapters on its device, in order of last use."""
-    capacity: int = 0
-    """KV blocks of the replica; 0: not known yet."""
     open: int = 0
     pending: int = 0
     blocks: int = 0
@@ -116,6 +133,8 @@ class _ReplicaLoad:
     tokens: float = 0.0
     """The tokens that it has computed for these; 0: nothing has been measured."""
     measured_at: float = 0.0
+    recomputed: float = 0.0
+    """Part of prompts that were handed over to it whose KV it has not found: an average of the last ones."""
 
     @property
     def pace(self) -> float:
@@ -135,9 +154,12 @@ class Router:
         max_num_seqs: int = 1,
         first: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        caches: PrefixCaches | None = None,
+        store: KVStoreConfig | None = None,
     ) -> None:
-        """Without `cache` there are no cached prefixes. A replica's device has room for `num_adapters`. `first` rotates
-        the order of equal replicas, so that the processes differ. `clock` returns the time in seconds.
+        """Without `cache` there are no cached prefixes; None for `caches`: they are estimated. Each host may have a
+        `store`. A replica's device has room for `num_adapters`. `first` rotates the order of equal replicas, so that
+        the processes differ. `clock` returns the time in seconds.
         """
         self._clock = clock
         self._loads = {number: _ReplicaLoad() for number in replicas}
@@ -147,73 +169,132 @@ class Router:
         self._block_size = cache.block_size if cache else 0
         self._num_groups = len(cache.groups) if cache else 1
         self._num_blocks = cache.num_blocks if cache else 0
-        self._has_prefix_cache = cache is not None and cache.enable_prefix_caching
+        self._caches = caches or PrefixCaches(cache)
+        self._store = store or KVStoreConfig(memory_bytes=0)
         self._output = self._prompt = _FIRST_GUESS
         """Average tokens of an output, and of a prompt to compute."""
 
-    def place(self, submit: EngineCoreRequest, stats: Mapping[int, EngineStats]) -> int:
-        """Choose a replica for a request, given the replicas' newest stats, and record the request as sent."""
-        prompt = submit.prompt_token_ids
-        if submit.media:  # the tokens of all images are the same
-            prompt = prompt.copy()
-            for item in submit.media:
-                prompt[item.offset] = int.from_bytes(item.digest)
-        tokens = prompt + submit.output_token_ids
-        hashes: list[int] = []
+    def place(
+        self,
+        submit: EngineCoreRequest,
+        stats: Mapping[int, EngineStats],
+        places: Mapping[int, ReplicaPlace] | None = None,
+    ) -> int:
+        """Choose a replica for a request, given the replicas' newest stats, and record the request as sent. By default,
+        all have the role "any". `successor` says whether it should continue elsewhere.
+        """
+        length = len(submit.prompt_token_ids) + len(submit.output_token_ids)
         digest = b"" if submit.adapter is None else submit.adapter.digest
-        chain = _Chain(submit.cache_salt, digest, submit.adapter_start)
-        if self._has_prefix_cache:
-            self._extend_hashes(hashes, tokens, chain)
+        hashes = self._caches.hashes(submit)
         spares = submit.params.prompt_logprobs is None or bool(submit.output_token_ids)
-        uncached_at = {number: self._num_uncached(number, len(tokens), hashes if spares else []) for number in stats}
-        now = self._clock()
-        slowness = self._slowness(list(stats), now)
-        excess = self._excess(slowness)
+        cached_at = {number: self._caches.num_cached(number, hashes if spares else []) for number in stats}
+        missing_at = {number: max(1, length - cached) for number, cached in cached_at.items()}
+        uncached_at = {
+            number: max(1, length - self._caches.num_saved(number, hashes, cached)) if spares else length
+            for number, cached in cached_at.items()
+        }
+        slowness = self._slowness(list(stats), self._clock())
+        prefill = {number for number in stats if places and places[number].role == "prefill"}
+        groups = [each for each in (stats.keys() - prefill, prefill) if each]
+        excess = {number: each for group in groups for number, each in self._excess(slowness, group).items()}
         costs = {
             number: slowness[number]
             * (
-                min(len(tokens), uncached + excess[number])
+                min(length, uncached + excess[number])
                 + ADAPTER_TOKENS * (bool(digest) and digest not in self._loads[number].adapters)
                 + self._num_queued(number, stats[number])
             )
             for number, uncached in uncached_at.items()
         }
-        chosen = min(
-            stats,
-            key=lambda number: (
-                not self._has_room(number, uncached_at[number], stats[number]),
-                costs[number],
-                self._loads[number].sent * slowness[number],
-                (number - self._first) % len(self._loads),
-            ),
-        )
-        uncached, load = uncached_at[chosen], self._loads[chosen]
+        room = {number: self._has_room(number, missing_at[number], stats[number]) for number in stats}
+
+        def rank(number: int) -> tuple[bool, float, float, int]:
+            sent = self._loads[number].sent * slowness[number]
+            return not room[number], costs[number], sent, (number - self._first) % len(self._loads)
+
+        chosen = last = min(groups[0], key=rank)
+        in_blocks = uncached_at[last] - length % max(1, self._block_size)
+        if places and last not in prefill and in_blocks >= self._store.min_tokens and (store := places[last].store):
+            gained = slowness[last] * (uncached_at[last] * self._num_there(last, stats[last]) + DECODE_TOKENS)
+            near = [number for number in stats if places[number].store == store]
+            first = min(prefill.intersection(near), key=rank, default=None)
+            stored = sum(each.stored for number in near for each in self._loads[number].waiting.values())
+            has_space = not stored or not self._store.num_tokens or stored + length <= self._store.num_tokens
+            if first is not None and room[first] >= room[last] and costs[first] <= costs[last] + gained and has_space:
+                chosen = first
+        blocks = self._num_new_blocks(missing_at[chosen])
+        placed = self._add(submit, chosen, hashes, uncached_at[chosen], blocks)
+        self._caches.on_placed(chosen, hashes, stats[chosen].kv_blocks)
+        if chosen != last and submit.params.max_tokens != len(submit.output_token_ids) + 1:
+            placed.successor, placed.later_blocks = last, self._num_new_blocks(missing_at[last])
+            self._loads[last].open += 1
+            self._loads[last].blocks += placed.later_blocks
+        self._prompt += (placed.pending - self._prompt) * _AVERAGE_WEIGHT
+        return chosen
+
+    def _add(
+        self, request: EngineCoreRequest, replica: int, hashes: list[Any], pending: int, blocks: int
+    ) -> _PlacedRequest:
+        """Record a request as sent to a replica, which has `pending` tokens of it to compute, and allocates
+        `blocks` for it."""
+        load = self._loads[replica]
         placed = _PlacedRequest(
-            replica=chosen,
-            prompt=prompt,
-            chain=chain,
+            replica=replica,
+            request=request,
             hashes=hashes,
-            pending=uncached,
-            blocks=self._num_new_blocks(uncached),
-            placed_at=now,
-            ahead=load.pending + uncached,
+            pending=pending,
+            blocks=blocks,
+            placed_at=self._clock(),
+            ahead=load.pending + pending,
         )
-        self._placed[submit.request_id] = load.waiting[submit.request_id] = placed
+        self._placed[request.request_id] = load.waiting[request.request_id] = placed
         load.open += 1
         load.pending += placed.pending
         load.blocks += placed.blocks
         for each in self._loads.values():
             each.sent *= 1 - 1 / (_DECAY_REQUESTS * len(self._loads))
-        load.sent += uncached + self._output
-        self._prompt += (uncached - self._prompt) * _AVERAGE_WEIGHT
-        load.capacity = stats[chosen].kv_blocks or load.capacity
-        self._record_cached(load, hashes)
-        if digest:
-            load.adapters[digest] = None
-            load.adapters.move_to_end(digest)
+        load.sent += pending + self._output
+        if request.adapter is not None:
+            load.adapters[request.adapter.digest] = None
+            load.adapters.move_to_end(request.adapter.digest)
             while len(load.adapters) > self._num_adapters:
                 load.adapters.popitem(last=False)
-        return chosen
+        return placed
+
+    def successor(self, request_id: str) -> int | None:
+        """Return the replica on which a request should continue after its first token; None: where it is."""
+        return self._placed[request_id].successor
+
+    def forget_successor(self, request_id: str) -> None:
+        """Record that a request will not continue at its successor."""
+        placed = self._placed.get(request_id)
+        if placed is None or placed.successor is None:
+            return
+        if (load := self._loads.get(placed.successor)) is not None:
+            load.open -= 1
+            load.blocks -= placed.later_blocks
+        placed.successor = None
+
+    def hand_over(self, request_id: str) -> None:
+        """Record that a request was sent to its successor, which finds as much of its KV in the store as of others: of
+        all full blocks, as long as nothing else is known."""
+        placed = self._placed[request_id]
+        successor = placed.successor
+        assert successor is not None
+        self.on_finished(request_id, [])
+        missing = round(self._loads[successor].recomputed * len(placed.request.prompt_token_ids))
+        pending = max(1, self._block_size, missing)
+        placed = self._add(placed.request, successor, placed.hashes, pending, self._num_new_blocks(pending))
+        placed.stored = len(placed.request.prompt_token_ids)
+        self._caches.on_placed(successor, placed.hashes, 0)
+
+    def on_continued(self, request_id: str, recomputed: float) -> None:
+        """Record that the first output after a hand-over has arrived, for which this part of the prompt was computed.
+        It says nothing about the speed of prompts there."""
+        if (placed := self._placed.get(request_id)) is not None:
+            load = self._loads[placed.replica]
+            load.recomputed = load.recomputed * _KEPT + recomputed * (1 - _KEPT)
+            self._stop_waiting(request_id, placed)
 
     def on_output(self, replica: int) -> None:
         """Record that an output of a replica has arrived."""
@@ -235,6 +316,7 @@ class Router:
 
     def on_finished(self, request_id: str, output: list[int]) -> None:
         """Record that a request has finished, was aborted or has left its replica. Unknown ids are ignored."""
+        self.forget_successor(request_id)
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return
@@ -243,10 +325,7 @@ class Router:
         load.open -= 1
         if output:
             self._output += (len(output) - self._output) * _AVERAGE_WEIGHT
-        if self._has_prefix_cache and output:
-            # The KV of the last token is not computed.
-            self._extend_hashes(placed.hashes, (placed.prompt + output)[:-1], placed.chain)
-            self._record_cached(load, placed.hashes)
+        self._caches.on_finished(placed.replica, placed.request, placed.hashes, output)
 
     def _stop_waiting(self, request_id: str, placed: _PlacedRequest) -> int | None:
         """Record that a request does not wait for its first token any more; returns the tokens that were computed for
@@ -263,14 +342,13 @@ class Router:
     def on_replica_dead(self, replica: int) -> None:
         """Record that a replica has died; its cache is lost."""
         if (load := self._loads.get(replica)) is not None:
-            load.cached.clear()
+            self._caches.forget(replica)
             load.adapters.clear()
             load.seconds = load.tokens = 0.0
 
-    def on_reset(self) -> None:
-        """Record that all replicas have forgotten their prefix caches."""
-        for load in self._loads.values():
-            load.cached.clear()
+    def on_reset(self, replica: int) -> None:
+        """Record that a replica has forgotten its prefix cache, as it was told to."""
+        self._caches.on_reset(replica)
 
     def on_replica_ready(self, replica: int) -> None:
         """Record that a replica, which may be new, is up. It gets no more than its equal share."""
@@ -280,25 +358,21 @@ class Router:
     def on_replica_removed(self, replica: int) -> None:
         """Forget a replica. Its requests, if any, were sent elsewhere or wait."""
         self._loads.pop(replica, None)
+        self._caches.forget(replica)
         self._placed = {i: placed for i, placed in self._placed.items() if placed.replica != replica}
-
-    def _num_uncached(self, replica: int, length: int, hashes: list[int]) -> int:
-        """Tokens of a request to compute at a replica: at least the last one, whose logits are needed."""
-        cached, known = 0, self._loads[replica].cached
-        for digest in hashes:
-            if digest not in known:
-                break
-            cached += self._block_size
-        return max(1, length - cached)
 
     def _num_queued(self, replica: int, stats: EngineStats) -> float:
         """Tokens to compute at a replica before it starts a new request."""
         load = self._loads[replica]
         others = max(0, stats.running + stats.waiting - load.open)
-        there = load.open + others
+        there = self._num_there(replica, stats)
         must_end = max(0, there + 1 - self._max_num_seqs)
         waiting = min(others, stats.waiting)
         return load.pending + waiting * self._prompt + there * DECODE_TOKENS + must_end * self._output
+
+    def _num_there(self, replica: int, stats: EngineStats) -> int:
+        """Unfinished requests at a replica, and those that will continue there."""
+        return max(self._loads[replica].open, stats.running + stats.waiting)
 
     def _slowness(self, replicas: Sequence[int], now: float) -> dict[int, float]:
         """How many times longer than the fastest of these replicas each one takes for a token of cost, at least 1."""
@@ -317,37 +391,23 @@ class Router:
             slowness[number] = max(1.0, max(measured, shown) / _USUAL_SLOWNESS)
         return slowness
 
-    def _excess(self, slowness: Mapping[int, float]) -> dict[int, float]:
-        """Tokens recently sent to each replica above its share."""
-        sent = sum(self._loads[number].sent for number in slowness)
-        speed = sum(1 / each for each in slowness.values())
+    def _excess(self, slowness: Mapping[int, float], replicas: Collection[int]) -> dict[int, float]:
+        """Tokens recently sent to each of these replicas above its share of them."""
+        sent = sum(self._loads[number].sent for number in replicas)
+        speed = sum(1 / slowness[number] for number in replicas)
         return {
-            number: max(0.0, self._loads[number].sent - FAIR_SHARE * sent / (each * speed))
-            for number, each in slowness.items()
+            number: max(0.0, self._loads[number].sent - FAIR_SHARE * sent / (slowness[number] * speed))
+            for number in replicas
         }
 
-    def _has_room(self, replica: int, uncached: int, stats: EngineStats) -> bool:
+    def _has_room(self, replica: int, missing: int, stats: EngineStats) -> bool:
+        """Whether a replica has blocks for a request. Those of requests that have no token yet count twice once the
+        replica has allocated them: for their prompt, or for what it loads of one that it expects."""
         total = stats.kv_blocks or self._num_blocks
         if not total:
             return True
-        return stats.kv_blocks_used + self._loads[replica].blocks + self._num_new_blocks(uncached) <= total
-
-    def _extend_hashes(self, hashes: list[int], tokens: list[int], chain: _Chain) -> None:
-        """Append the missing hashes of a chain: one for each full block, over its tokens and all tokens before it."""
-        size = self._block_size
-        while (end := (len(hashes) + 1) * size) <= len(tokens):
-            adapter = chain.adapter if end > chain.adapter_start else b""
-            hashes.append(hash((hashes[-1] if hashes else chain.salt, adapter, *tokens[end - size : end])))
+        return stats.kv_blocks_used + self._loads[replica].blocks + self._num_new_blocks(missing) <= total
 
     def _num_new_blocks(self, tokens: int) -> int:
         """KV blocks for this number of additional tokens."""
         return -(-tokens // self._block_size) * self._num_groups if self._block_size else 0
-
-    def _record_cached(self, load: _ReplicaLoad, hashes: list[int]) -> None:
-        """Record these blocks as cached, the first of the chain most recently; evict the least recently used."""
-        for digest in reversed(hashes):
-            load.cached[digest] = None
-            load.cached.move_to_end(digest)
-        total = load.capacity or self._num_blocks
-        while total and len(load.cached) > max(1, total // self._num_groups):
-            load.cached.popitem(last=False)

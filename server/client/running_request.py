@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 
 from quire.engine.protocol.engine_core import EngineCoreRequest, FinishReason, RequestInfo
+from quire.server.client.fair_share import Share
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import OutputStream
 from quire.server.client.tracing import RequestTimes, SequenceTrace
@@ -45,6 +46,10 @@ class RunningRequest:
     """None: it waits for a replica."""
     last_replica: int | None = None
     """The replica that it is or was on."""
+    successor: int | None = None
+    """The replica that expects it, where it continues after its first token; None: it stays on its replica."""
+    handed_over_at: float | None = None
+    """Time at which it was handed over, until its next output."""
     placed: EngineCoreRequest | None = None
     """The message to its replica, which may still wait for the data of its images."""
     first_output: float | None = None
@@ -61,7 +66,7 @@ class RunningRequest:
     """Number of these that the replica that resumed the request will send again."""
     num_cached_tokens: int | None = None
     """The value of the first output, repeated with the output of the replica that resumed the request."""
-    num_loaded_tokens: tuple[int, int] = (0, 0)
+    num_loaded_tokens: tuple[int, int, int] = (0, 0, 0)
     """The same."""
     leaving: set[int] = field(default_factory=set)
     """Replicas that it was moved away from and that have not confirmed its end there. It cannot return to them: their
@@ -76,6 +81,11 @@ class RunningRequest:
     num_resumed: int = 0
     """Tokens delivered when it was last resumed."""
     trace: SequenceTrace | None = None
+
+    @property
+    def share(self) -> Share:
+        """The share that it counts for."""
+        return Share(self.submit.share, self.submit.weight)
 
     @property
     def resume_request(self) -> EngineCoreRequest:

@@ -19,6 +19,10 @@ _MAX_SEQUENCES = 128
 """Sequences of a request that have spans."""
 
 
+LeftReplica = Literal["replica_lost", "moved", "handed_over", ""]
+"""How a sequence left a replica: that has died; is silent or to be removed; has computed the prompt for another one."""
+
+
 class RequestTimes(NamedTuple):
     """The times of a finished request in seconds, as the metrics have them. None: there was no output."""
 
@@ -45,8 +49,8 @@ class Segment:
     preempted: Sequence[float] = ()
     ended: float | None = None
     """Time at which it finished, or left the replica."""
-    left: Literal["replica_lost", "moved", ""] = ""
-    """The replica has died, or is to be removed; empty: the sequence finished there."""
+    left: LeftReplica = ""
+    """Empty: the sequence finished there."""
     reason: str = ""
     """The reason for leaving, in words."""
 
@@ -89,10 +93,13 @@ class SequenceTrace:
         left = self.segments[-1].ended if self.segments else None
         self.segments.append(Segment(replica, self.arrived if left is None else left))
 
-    def leave(self, how: Literal["replica_lost", "moved"], reason: str) -> None:
+    def leave(self, how: LeftReplica, reason: str) -> None:
         """It has left its replica before its end."""
         segment = self.segments[-1]
-        segment.ended, segment.left, segment.reason = time.monotonic(), how, reason
+        segment.left, segment.reason = how, reason
+        segment.ended = (
+            time.monotonic() if segment.first_output is None or how != "handed_over" else segment.first_output
+        )
 
     def receive(self, output: EngineCoreOutput, now: float) -> None:
         """Take the times of an output that is more than a token."""

@@ -112,8 +112,9 @@ SAME: dict[str, tuple[str, Callable[[str], str]]] = {
         lambda text: {"half": "float16", "float": "float32"}.get(text := text.removeprefix("torch."), text),
     ),
     "--kv-cache-dtype": (
-        "`fp8_per_token_head` and `int8_per_token_head` are `fp8` and `int8`, which have these scales",
-        _renamed(fp8_per_token_head="fp8", int8_per_token_head="int8"),
+        "`fp8_per_token_head` and `int8_per_token_head` are `fp8` and `int8`, which have these scales; "
+        "`int4_per_token_head` is `int4`, whose keys have a scale for each feature of a block instead",
+        _renamed(fp8_per_token_head="fp8", int8_per_token_head="int8", int4_per_token_head="int4"),
     ),
     "--kv-cache-memory-bytes": ("also as `16G` or `25.6g`", _number),
     "--load-format": (
@@ -241,11 +242,13 @@ def _kv_transfer(values: list[str]) -> list[str]:
     if name not in _CONNECTORS:
         raise ConfigError(
             f"argument {KV_TRANSFER}: kv_connector {name} is not supported; use --kv-offloading-size and "
-            f"--kv-disk, or one of {', '.join(_CONNECTORS)}"
+            f"--kv-disk, or one of {', '.join(_CONNECTORS)}; for prefill apart from decode, --prefill-replicas and "
+            "--decode-replicas of one server"
         )
     connector = _CONNECTORS[name]
     if (role := config.get("kv_role", "kv_both")) != "kv_both":
-        raise ConfigError(f"argument {KV_TRANSFER}: kv_role {role} is not supported; use kv_both")
+        text = f"argument {KV_TRANSFER}: kv_role {role} is not supported; use kv_both, or --prefill-replicas"
+        raise ConfigError(text)
     if config.get("kv_load_failure_policy", "recompute") != "recompute":
         raise ConfigError(
             f"argument {KV_TRANSFER}: what cannot be loaded is computed; use kv_load_failure_policy recompute"
@@ -330,7 +333,7 @@ RENAMED: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
     ),
     "--kv-transfer-config=": (
         "`OffloadingConnector`, `SimpleCPUOffloadConnector` and `LMCacheConnectorV1`, with their sizes: "
-        "`--kv-offloading-size` and `--kv-disk`",
+        "`--kv-offloading-size` and `--kv-disk`; instead of others, `--prefill-replicas` and `--decode-replicas`",
         _kv_transfer,
     ),
     "--max-cudagraph-capture-size=": (
@@ -431,8 +434,8 @@ REFUSED: dict[str, str] = {
         "--cpu-offload-gb=0,0.0 --offload-group-size=0 --offload-num-in-group=1 "
         "--offload-params+ --offload-prefetch-step=1"
     ),
-    "it is not supported; use --tensor-parallel-size": (
-        "--decode-context-parallel-size|-dcp=1 --prefill-context-parallel-size|-pcp=1"
+    "it is not supported; use --tensor-parallel-size, and --decode-context-parallel-size for longer contexts": (
+        "--prefill-context-parallel-size|-pcp=1"
     ),
     "it is not supported; stop the server to free the GPUs": "--enable-sleep-mode",
     "POST /replicas adds and removes replicas": "--enable-elastic-ep",

@@ -65,7 +65,7 @@ class ContentBlocks:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         """Cached tokens of the prompt."""
-        self.num_loaded_tokens = (0, 0)
+        self.num_loaded_tokens = (0, 0, 0)
         """Those of them that came from the host's memory, and from its disk."""
         self._num_before_words = 0
         self._open: ContentBlock | None = None

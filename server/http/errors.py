@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.client.engine_client import QueueFull
+from quire.server.client.admission import QueueFull
 from quire.server.client.fair_share import Overloaded
 from quire.server.client.output_stream import (
     EngineUnavailable,

@@ -74,10 +74,11 @@ def media_tokens(media: Sequence[Sequence[MediaItem]]) -> dict[str, int]:
     return dict(counts)
 
 
-def cached_tokens(count: int, host: int, disk: int) -> dict[str, Any]:
+def cached_tokens(count: int, host: int, disk: int, peer: int) -> dict[str, Any]:
     """Return the cached tokens of prompts, as usage has them: with details, if some came from the KV store."""
-    details = {"device": count - host - disk, "host": host, "disk": disk}
-    return {"cached_tokens": count} | ({"cached_tokens_details": details} if host or disk else {})
+    loaded = {"host": host, "disk": disk, "peer": peer}
+    details = {"device": count - sum(loaded.values())} | loaded
+    return {"cached_tokens": count} | ({"cached_tokens_details": details} if any(loaded.values()) else {})
 
 
 class Usage:
@@ -91,8 +92,8 @@ class Usage:
         self._media_tokens = media_tokens(media) if media else {}
         self._completion_tokens = 0
         self._accepted_tokens = self._rejected_tokens = 0
-        self._cached: dict[int, tuple[int, int, int]] = {}
-        """By the first choice of a prompt: its cached tokens, and those of the host's memory and of its disk."""
+        self._cached: dict[int, tuple[int, int, int, int]] = {}
+        """By the first choice of a prompt: its cached tokens, and those of the host's memory, its disk, and others."""
 
     def add(self, deltas: Iterable[TextDelta]) -> None:
         """Count these deltas."""
@@ -107,7 +108,7 @@ class Usage:
 
     def object(self) -> dict[str, Any]:
         """The `usage` object. Requests without draft tokens have no details of the completion."""
-        cached = map(sum, zip(*self._cached.values(), strict=True)) if self._cached else (0, 0, 0)
+        cached = map(sum, zip(*self._cached.values(), strict=True)) if self._cached else (0, 0, 0, 0)
         usage = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
@@ -133,9 +134,11 @@ class GenerationResponse:
         usage: Usage,
         choose: Callable[[list[TextDelta]], list[TextDelta]] = lambda sequences: sequences,
         *,
+        fields: Callable[[], dict[str, Any]] = dict,
         has_times: bool = False,
     ) -> None:
-        """`choose` selects the sequences that a full response shows; `usage` counts all of them. With `has_times`, the
+        """`choose` selects the sequences that a full response shows; `usage` counts all of them. `fields` returns
+        further fields next to the choices when all is known, in a stream those of the last chunk. With `has_times`, the
         response has `metrics`.
         """
         self._choose = choose
@@ -143,6 +146,7 @@ class GenerationResponse:
         self._model = model
         self._formatter = formatter
         self._usage = usage
+        self._fields = fields
         self._has_times = has_times
 
     async def whole(self, generation: Generation, request: Request) -> Response:
@@ -199,7 +203,7 @@ class GenerationResponse:
     def _whole(
         self, sequences: list[TextDelta], choices: list[dict[str, Any]], metrics: dict[str, Any]
     ) -> dict[str, Any]:
-        extra = self._formatter.top_level_fields(sequences) | metrics
+        extra = self._formatter.top_level_fields(sequences) | self._fields() | metrics
         return self._head(self._formatter.whole) | {"choices": choices, "usage": self._usage.object(), **extra}
 
     async def _parts(self, sequences: list[TextDelta], metrics: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -239,8 +243,10 @@ class GenerationResponse:
                     events += head + _encode(formatter.chunk_choice(delta)) + tail
             if events:
                 await send(part(events))
+        last = self._fields()
         if usage != "none":
-            last = {"usage": self._usage.object()} | self._metrics(generation)
+            last = {"usage": self._usage.object()} | self._metrics(generation) | last
+        if last:
             await send(part(head + b"]," + _encode(last)[1:] + b"\n\n"))
 
     def _tail(self, usage: StreamUsage) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -328,9 +329,10 @@ async def chat_completions(body: ChatRequest, request: Request, state: AppState)
     chat: GenerationInput = await body.process(state.frontend)
     request_id = body.response_id("chatcmpl")
     generation = state.frontend.generate(request_id, replace(chat, adapter=adapter))
-    formatter = _ChatFormatter(state.frontend.input_processor.tokenizer, body, chat, body.names_tokens_by_id(state))
+    tokenizer, as_ids = state.frontend.input_processor.tokenizer, body.names_tokens_by_id(state)
+    formatter, fields = _ChatFormatter(tokenizer, body, chat, as_ids), partial(body.transfer_fields, generation)
     usage = Usage(chat.prompts, chat.params.n, chat.media)
-    response = GenerationResponse(request_id, model, formatter, usage, has_times=state.has_request_times)
+    response = GenerationResponse(request_id, model, formatter, usage, fields=fields, has_times=state.has_request_times)
     if body.stream:
         return response.stream(generation, body.stream_usage(state))
     return await response.whole(generation, request)
@@ -343,7 +345,13 @@ class _ChatFormatter:
     chunk = "chat.completion.chunk"
     null_usage = b',"usage":null'
 
-    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, given: GenerationInput, as_ids: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        body: ChatRequest,
+        given: GenerationInput,
+        as_ids: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._top = given.params.logprobs
         self._echo = given.echo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -136,10 +137,11 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
     tokenizer, prompts = state.frontend.input_processor.tokenizer, completion.prompts
     request_id = body.response_id("cmpl")
     generation = state.frontend.generate(request_id, replace(completion, adapter=adapter))
-    formatter = _CompletionFormatter(tokenizer, body, prompts, echoes, body.names_tokens_by_id(state))
+    as_ids, fields = body.names_tokens_by_id(state), partial(body.transfer_fields, generation)
+    formatter = _CompletionFormatter(tokenizer, body, prompts, echoes, as_ids)
     usage = Usage(prompts, completion.params.n, completion.media)
     response = GenerationResponse(
-        request_id, model, formatter, usage, formatter.best, has_times=state.has_request_times
+        request_id, model, formatter, usage, formatter.best, fields=fields, has_times=state.has_request_times
     )
     if body.stream:
         return response.stream(generation, body.stream_usage(state))

@@ -24,6 +24,8 @@ from quire.server.http.request_model import (
 )
 from quire.server.http.response import StreamUsage
 from quire.server.http.state import ServedModel
+from quire.server.openai.kv_transfer import KVTransferParams
+from quire.server.serving.generation import Generation
 from quire.server.text.conversation import CHAT_NAMES, ParamNames
 from quire.server.text.inputs import RequestOptions, Task, TruncationSide
 
@@ -231,7 +233,6 @@ class GenerationRequest(SamplingRequest):
         "guided_json": rejected(),
         "guided_regex": rejected(),
         "include_reasoning": rejected(True),
-        "kv_transfer_params": rejected(),
         "logits_processors": rejected([]),
         "mm_processor_kwargs": rejected({}),
         "prompt_embeds": rejected(),
@@ -305,6 +306,7 @@ class GenerationRequest(SamplingRequest):
     """vLLM extension: the end of the response's id."""
     return_token_ids: bool | None = None
     """vLLM extension: return the token ids of prompt and output."""
+    kv_transfer_params: KVTransferParams | None = None
     return_tokens_as_token_ids: bool | None = None
     """vLLM extension: in log-probabilities, represent tokens as `token_id:123`. Default: that of the server
     (`--return-tokens-as-token-ids`).
@@ -329,6 +331,11 @@ class GenerationRequest(SamplingRequest):
         """Whether log-probabilities have token ids."""
         given = self.return_tokens_as_token_ids
         return state.names_tokens_by_id if given is None else given
+
+    def transfer_fields(self, generation: Generation) -> dict[str, Any]:
+        """The fields of the response, or of the last chunk, that say where the KV of the prompt is, if the request asks
+        for them."""
+        return {} if self.kv_transfer_params is None else self.kv_transfer_params.answer(generation.kv_peer)
 
     def stream_usage(self, state: ServedModel) -> StreamUsage:
         """The events of the stream that have the usage."""
@@ -372,5 +379,6 @@ class GenerationRequest(SamplingRequest):
             priority=self.priority or 0,
             cache_salt=self.cache_salt,
             length_penalty=penalty if self.use_beam_search else None,
+            kv_peer=None if self.kv_transfer_params is None else self.kv_transfer_params.peer,
             param_names=ParamNames(logprobs=logprobs, structured_outputs=structured),
         )

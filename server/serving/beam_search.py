@@ -77,7 +77,7 @@ class BeamSearch(Generation):
         self._trace = None if trace is None else trace.add(0, num_prompt_tokens, time.monotonic())
         """The trace of the whole search; its steps have none."""
         self._record, self._num_prompt_tokens, self._num_cached_tokens = RECORD.get(), num_prompt_tokens, 0
-        self._num_loaded_tokens = (0, 0)
+        self._num_loaded_tokens = (0, 0, 0)
         self._begun = time.monotonic()
 
     @property
@@ -87,6 +87,11 @@ class BeamSearch(Generation):
     @property
     def times(self) -> None:
         """A search has no times, only its steps do."""
+
+    @property
+    def kv_peer(self) -> str:
+        """The steps may be computed on several hosts."""
+        return ""
 
     def close(self) -> None:
         self._end("abort")

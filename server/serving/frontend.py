@@ -18,9 +18,9 @@ from typing import Self
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process import log
-from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.engine.protocol.supervision import EngineState, LogLevel, ReplicaUp
+from quire.engine.protocol.supervision import EngineState, LogLevel, ReplicaUp, Resize
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
@@ -71,7 +71,7 @@ class Frontend:
         max_queue: int | None = None,
         vllm_metrics: bool = True,
         on_drained: Callable[[int], None] = lambda replica: None,
-        ask_resize: Callable[[int, float], Awaitable[None]] | None = None,
+        ask_resize: Callable[[Resize], Awaitable[None]] | None = None,
         set_log_level: Callable[[LogLevel], None] = log.set_level,
         manager: EngineManager | None = None,
         media_path: str = "",
@@ -81,8 +81,8 @@ class Frontend:
         """Create the text side for an engine that a manager has started; `name` and `max_queue` as in `start`,
         `vllm_metrics` as in `Metrics`, `on_drained` as in `EngineClient`.
 
-        The caller passes on the manager's states to `update`. `ask_resize` asks the supervisor for another number of
-        replicas; None: it cannot be asked. `set_log_level` sets the level of log messages in all processes. A
+        The caller passes on the manager's states to `update`. `ask_resize` asks the supervisor for other replicas;
+        None: it cannot be asked. `set_log_level` sets the level of log messages in all processes. A
         `manager` is closed with the frontend. `media_path` is the socket of the media process; empty: there is none.
         `adapters` says where adapters may come from, and `change_adapter` is as in `AdapterRegistry`.
         """
@@ -100,9 +100,13 @@ class Frontend:
             self.metrics,
             process_info.index,
             awaited=process_info.awaited,
+            roles=process_info.roles,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_queue=max_queue,
             cache=config.cache,
+            kv_events=config.kv_events,
+            kv_store=config.kv_store,
+            media=config.model.architecture.media,
             num_adapters=0 if config.lora is None else config.lora.num_slots,
             is_pooling=config.model.pooling is not None,
             token=config.parallel.cluster_token,
@@ -117,7 +121,7 @@ class Frontend:
             metrics=self.metrics.adapters,
             change=change_adapter,
         )
-        self.profiler = Profiler(self.client, config.parallel.world_size)
+        self.profiler = Profiler(self.client)
         self.is_draining = False
         """Whether new requests are rejected, because the server is shutting down."""
         self.ask_resize = ask_resize
@@ -206,8 +210,8 @@ class Frontend:
         A replica's KV cache may hold less than planned, and its requests are shorter then; as any request may run on
         any replica, all of them are.
         """
-        if isinstance(state, ReplicaUp) and state.stats is not None:
-            self.config = replace(self.config, model=self.config.with_blocks(state.stats.kv_blocks).model)
+        if isinstance(state, ReplicaUp) and state.max_model_len:
+            self.config = replace(self.config, model=self.config.model.with_length(state.max_model_len))
             if self._loading.done():
                 self._limit(self._loading)
         self.client.update(state)
@@ -257,17 +261,18 @@ class Frontend:
         """
         return None if self.metrics.media is None else _MEDIA_PROBLEMS[self.metrics.media.state]
 
-    async def resize(self, count: int, drain_seconds: float) -> None:
-        """Change the number of replicas (see `EngineManager.resize`), without waiting for replicas that start or drain.
+    async def resize(self, asked: Resize) -> None:
+        """Change the number of replicas, or their roles (see `EngineManager.resize`), without waiting for replicas that
+        start or drain.
 
-        Raises `InvalidParameter` if that is not possible, and `EngineUnavailable`.
+        Raises `ConfigError` if that is not possible, and `EngineUnavailable`.
         """
         if self.is_draining:
             raise EngineUnavailable(SHUTTING_DOWN, "draining")
         self.client.check()
         if self.ask_resize is None:
-            raise InvalidParameter("this server has a fixed number of replicas", "data_parallel_size")
-        await self.ask_resize(count, drain_seconds)
+            raise ConfigError("this server has a fixed number of replicas")
+        await self.ask_resize(asked)
 
     async def reset_prefix_cache(self, *, resets_stores: bool = False) -> str:
         """Let no later request use what the prefix caches of all replicas have now, nor with `resets_stores` the KV
@@ -304,7 +309,7 @@ class Frontend:
         ]
         tokenizer = self.input_processor.tokenizer
         stream, engine_ids = self._submit(
-            request_id, sequences, given, given.priority, given.cache_salt, n=given.params.n
+            request_id, sequences, given, given.priority, given.cache_salt, n=given.params.n, kv_peer=given.kv_peer
         )
         try:  # the engine works on the prompts meanwhile
             processors = {
@@ -357,10 +362,14 @@ class Frontend:
         *,
         n: int = 1,
         second_segments: Sequence[int] = (),
+        kv_peer: str | None = None,
     ) -> tuple[OutputStream, list[str]]:
         """Submit the sequences of a request, `n` for each prompt; returns their outputs and their ids."""
         if priority and self.config.scheduler.policy != "priority":
             raise InvalidParameter("priority requires a server started with --scheduling-policy priority", "priority")
+        if kv_peer is not None and self.config.kv_store is None:
+            text = "kv_transfer_params requires a server with a KV store: start it with --kv-offloading-size"
+            raise InvalidParameter(text, "kv_transfer_params")
         if (earlier := self._open.get(request_id)) is not None and earlier.is_open:
             raise InvalidParameter(f"a request with the id {request_id} is already running", "request_id")
         serial, process = next(self._serials), self.process_info.index
@@ -382,6 +391,7 @@ class Frontend:
             None if adapter is None else adapter.ref,
             starts,
             "" if adapter is None else adapter.name,
+            kv_peer,
         )
         return stream, engine_ids
 

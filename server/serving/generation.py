@@ -57,6 +57,11 @@ class Generation(_EngineRequest):
         """The times of a single sequence that has finished."""
         return self._stream.times
 
+    @property
+    def kv_peer(self) -> str:
+        """Where other stores read from the KV store that has the prompt; empty: nowhere."""
+        return self._stream.kv_peer
+
     def close(self) -> None:
         self._processors.clear()
         super().close()

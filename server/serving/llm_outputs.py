@@ -144,8 +144,8 @@ class RequestOutput:
     """If requested: None for the first token of the prompt; then that token and the most likely ones, by token id."""
     metrics: RequestStateStats | None = None
     """The times of the request."""
-    num_loaded_tokens: tuple[int, int] = (0, 0)
-    """Of `num_cached_tokens`: those whose KV came from the host's memory, and from its disk."""
+    num_loaded_tokens: tuple[int, int, int] = (0, 0, 0)
+    """Of `num_cached_tokens`: those whose KV came from the host's memory, from its disk, and from other hosts."""
 
 
 @dataclass

@@ -131,6 +131,8 @@ class RequestOptions:
     """Requests share cached prefixes only with requests that have the same salt."""
     length_penalty: float | None = None
     """The width of beam search; None: sample."""
+    kv_peer: str | None = None
+    """See `GenerationInput`."""
     reject_long_output: bool = True
     """Reject a request whose output may exceed the model's length. Otherwise the output ends there."""
     param_names: ParamNames = CHAT_NAMES
@@ -155,6 +157,9 @@ class GenerationInput:
     """Find the `n` sequences by beam search with this length penalty; None: by sampling."""
     priority: int = 0
     cache_salt: str | None = None
+    kv_peer: str | None = None
+    """Another server has computed the prompt, or continues: the address of its KV store, empty if that is not known.
+    None: no other server has to do with it."""
     media: Sequence[Sequence[MediaItem]] = ()
     """The images and videos of each prompt; empty: there are none."""
     media_lease: MediaLease | None = None

@@ -173,8 +173,8 @@ class TextDelta:
     num_accepted_tokens: int = 0
     """Accepted draft tokens."""
     num_rejected_tokens: int = 0
-    num_loaded_tokens: tuple[int, int] = (0, 0)
-    """Of `num_cached_tokens`: those whose KV came from the host's memory, and from its disk."""
+    num_loaded_tokens: tuple[int, int, int] = (0, 0, 0)
+    """Of `num_cached_tokens`: those whose KV came from the host's memory, from its disk, and from other hosts."""
     prompt_logprobs: PromptLogprobs | None = None
     """If requested: of the whole prompt, in the first delta with tokens or a finish reason."""
     reasoning: str = ""

@@ -108,8 +108,6 @@ class FakeServer:
             "reason": None,
             "max_model_len": 131072,
             "generates": True,
-            "tensor_parallel_size": 2,
-            "stages": [[0, 39], [40, 79]],
             "kv_stores": self.kv_stores,
             "plan": self.plan,
             "warnings": self.warnings,
@@ -181,6 +179,9 @@ class FakeServer:
         return {
             "index": index,
             "host": f"gpu-{index + 1:02}.example" if self.gpus else "localhost",
+            "role": "any",
+            "tensor_parallel_size": 2,
+            "stages": [[0, 39], [40, 79]],
             "state": "up" if is_up else "restarting",
             "reason": death["reason"] if death else None,
             "last_death": death,

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire import LLM, SamplingParams
-from tests.e2e.serving import Server, serve
+from quire.engine.core.launch import reserve_ports, socket_port
+from tests.e2e.serving import Server, quire, serve
+from tests.e2e.test_replicas import free_port, run
 
 pytestmark = pytest.mark.slow
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20))
@@ -46,8 +48,8 @@ def metrics(server: Server, name: str, **labels: str) -> float:
 class Answer:
     """The answer to the prompt, and where its KV came from."""
 
-    def __init__(self, server: Server, replica: int = 0) -> None:
-        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    def __init__(self, server: Server, replica: int = 0, salt: str | None = None) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
         headers = {"X-data-parallel-rank": f"{replica}"}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
@@ -55,7 +57,8 @@ class Answer:
         details = found["usage"]["prompt_tokens_details"]
         self.text: str = found["choices"][0]["text"]
         self.cached: int = details["cached_tokens"]
-        self.tiers: dict[str, Any] = details.get("cached_tokens_details", {"device": self.cached, "host": 0, "disk": 0})
+        on_device = {"device": self.cached, "host": 0, "disk": 0, "peer": 0}
+        self.tiers: dict[str, Any] = details.get("cached_tokens_details", on_device)
 
 
 def forget(server: Server, *, external: bool = False) -> None:
@@ -64,13 +67,16 @@ def forget(server: Server, *, external: bool = False) -> None:
     assert answer.json() == {"success": True}
 
 
-def store(server: Server, expected: str) -> None:
-    """Ask replica 0 until the store has the prompt: at first, the core may not know that the store is up."""
-    while metrics(server, "kv_store_entries", tier="memory") < NUM_BLOCKS:
+def store(server: Server, expected: str, salts: Sequence[str | None] = (None,)) -> None:
+    """Ask replica 0 until the store has the prompt with all salts: at first, the core may not know that the store is
+    up."""
+    count = NUM_BLOCKS * len(salts)
+    while metrics(server, "kv_store_entries", tier="memory") < count:
         forget(server)
-        assert Answer(server).text == expected
+        for salt in salts:
+            assert Answer(server, salt=salt).text == expected
         deadline = time.monotonic() + 3.0
-        while time.monotonic() < deadline and metrics(server, "kv_store_entries", tier="memory") < NUM_BLOCKS:
+        while time.monotonic() < deadline and metrics(server, "kv_store_entries", tier="memory") < count:
             time.sleep(0.02)
 
 
@@ -91,7 +97,7 @@ def test_a_server_that_starts_again_finds_its_prefixes(tmp_path: Path, expected:
         forget(server)
         loaded = Answer(server)
         assert loaded.text == expected
-        assert loaded.tiers == {"device": 0, "host": SHARED, "disk": 0}
+        assert loaded.tiers == {"device": 0, "host": SHARED, "disk": 0, "peer": 0}
         assert metrics(server, "prompt_tokens_cached_by_source_total", source="host") == SHARED
         assert Answer(server).tiers["device"] == SHARED
     # The same weights, divided in another way.
@@ -99,7 +105,7 @@ def test_a_server_that_starts_again_finds_its_prefixes(tmp_path: Path, expected:
         until(lambda: metrics(server, "kv_store_entries", tier="disk") >= NUM_BLOCKS)
         warm = Answer(server)
         assert warm.text == expected
-        assert warm.tiers == {"device": 0, "host": 0, "disk": SHARED}
+        assert warm.tiers == {"device": 0, "host": 0, "disk": SHARED, "peer": 0}
         forget(server, external=True)
         cold = Answer(server)
         assert (cold.text, cold.cached) == (expected, 0)
@@ -110,12 +116,12 @@ def test_replicas_share_a_store_and_both_may_be_killed(expected: str) -> None:
         store(server, expected)
         shared = Answer(server, 1)
         assert shared.text == expected
-        assert shared.tiers == {"device": 0, "host": SHARED, "disk": 0}
+        assert shared.tiers == {"device": 0, "host": SHARED, "disk": 0, "peer": 0}
         os.kill(server.named("quire-core-0").pid, signal.SIGKILL)
         until(lambda: any("replica 0 is up again" in line for line in server.lines))
         back = Answer(server, 0)
         assert back.text == expected
-        assert back.tiers == {"device": 0, "host": SHARED, "disk": 0}
+        assert back.tiers == {"device": 0, "host": SHARED, "disk": 0, "peer": 0}
         process = server.named("quire-kv-store")
         os.kill(process.pid, signal.SIGSTOP)  # it does not answer
         forget(server)
@@ -131,8 +137,59 @@ def test_replicas_share_a_store_and_both_may_be_killed(expected: str) -> None:
         store(server, expected)
         again = Answer(server, 1)
         assert again.text == expected
-        assert again.tiers == {"device": 0, "host": SHARED, "disk": 0}
+        assert again.tiers == {"device": 0, "host": SHARED, "disk": 0, "peer": 0}
         assert any("the KV store was killed by SIGKILL; restarting it" in line for line in server.lines)
+
+
+def test_servers_read_from_each_other(expected: str) -> None:
+    """The second has another layout, and loads nothing for a while after it was cleared; the first may hang."""
+    reserved = reserve_ports("127.0.0.1", 2)
+    ports = [str(socket_port(each)) for each in reserved]
+    token = ("--kv-offloading-size", "0.1", "--cluster-token", "a token of both servers")
+    env, peers = os.environ | {"QUIRE_HOST_IP": "127.0.0.1"}, ",".join(f"127.0.0.1:{port}" for port in ports)
+    with serve(*FLAGS, *token, "--kv-peer-port", ports[0], env=env) as first:
+        store(first, expected, "0123456")
+        salts = iter("0123456")
+        flags = (*token, "--kv-peer-port", ports[1], "--kv-peers", peers)
+        with serve(*FLAGS, *flags, "--tensor-parallel-size", "2", env=env) as second:
+            until(lambda: metrics(second, "kv_store_peers_up") == 1)
+
+            def is_loaded() -> bool:
+                loaded = Answer(second, salt=next(salts))
+                assert loaded.text == expected
+                return loaded.tiers == {"device": 0, "host": 0, "disk": 0, "peer": SHARED}
+
+            until(is_loaded)  # the machine may be too busy for an answer in time
+            until(lambda: metrics(first, "kv_store_sent_bytes_total") > 0)
+            forget(second)
+            assert Answer(second, salt="0").tiers["host"] == SHARED
+            os.kill(first.named("quire-kv-store").pid, signal.SIGSTOP)
+            hung = Answer(second, salt=next(salts))
+            assert (hung.text, hung.cached) == (expected, 0)
+            os.kill(first.named("quire-kv-store").pid, signal.SIGCONT)
+            until(lambda: metrics(second, "kv_store_peers_up") == 1)
+            forget(second, external=True)
+            cleared = Answer(second, salt="6")
+            assert (cleared.text, cleared.cached) == (expected, 0)
+    for each in reserved:
+        each.close()
+
+
+def test_hosts_of_a_server_read_from_each_other(expected: str) -> None:
+    """They are not told of each other's stores."""
+    flags = (*FLAGS, "--kv-offloading-size", "0.1", "-dp", "2", "-dpl", "1", "--data-parallel-rpc-port", free_port())
+    behind = quire("serve", *flags, "-dpr", "1", "--data-parallel-address", "127.0.0.1", "--headless")
+    with run(*behind), serve(*flags) as server:
+        until(lambda: metrics(server, "kv_store_peers_up") >= 1)
+        store(server, expected)
+
+        def is_loaded() -> bool:
+            answer = Answer(server, 1)
+            assert answer.text == expected
+            return SHARED in (answer.tiers["peer"], answer.tiers["host"])
+
+        until(is_loaded)
+        until(lambda: metrics(server, "prompt_tokens_cached_by_source_total", source="peer") >= SHARED)
 
 
 def test_a_program_has_tiers_too(tmp_path: Path, expected: str) -> None:
@@ -149,7 +206,7 @@ def test_a_program_has_tiers_too(tmp_path: Path, expected: str) -> None:
         until(lambda: stores() and stores()["localhost"][0].disk_entries >= NUM_BLOCKS)
         (second,) = llm.generate(prompt, params)
         assert second.outputs[0].text == expected
-        assert second.num_loaded_tokens == (0, SHARED)
+        assert second.num_loaded_tokens == (0, SHARED, 0)
         assert llm.reset_prefix_cache(reset_connector=True) is True
         (third,) = llm.generate(prompt, params)
         assert (third.outputs[0].text, third.num_cached_tokens) == (expected, 0)

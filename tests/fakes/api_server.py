@@ -94,7 +94,7 @@ def core_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(engine_manager, "start_core", lambda args, folder: fake_core.start(args, folder, mode))
 
     # Fake cores restart at once.
-    monkeypatch.setattr("quire.server.client.engine_client._SAME_MOMENT_SECONDS", 0.0)
+    monkeypatch.setattr("quire.server.client.suspects._SAME_MOMENT_SECONDS", 0.0)
     choose("")
     return choose
 

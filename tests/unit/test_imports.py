@@ -31,7 +31,10 @@ ROOMS = (
     "kernels",
 )
 """From the top down: a room may import the rooms below it, so that there are no cycles."""
-SHARED = {"engine.core.launch", "engine.kv_store.disk", "engine.kv_store.launch", "engine.scheduler.grammar"}
+SHARED = {
+    *("engine.core.launch", "engine.kv_store.disk", "engine.kv_store.launch"),
+    *("engine.scheduler.event_hashes", "engine.scheduler.grammar", "engine.scheduler.prefix_length"),
+}
 """Modules of the rooms above the floor, without torch, that the server may import, too."""
 OPTIONS_ROOMS = (
     *("engine.config", "server.cli", "server.config", "server.llm"),

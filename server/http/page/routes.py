@@ -90,7 +90,7 @@ async def file(name: str, request: Request) -> Response:
 async def numbers(state: AppState, request: Request) -> Response:
     """The present state of the server: gauges, rates of the last seconds, the plan, and the last warnings."""
     frontend = state.frontend
-    parallel, model = frontend.config.parallel, frontend.config.model
+    model = frontend.config.model
     status, reason = frontend.problem or ("ready", None)
     key: Key | None = request.scope.get(SCOPE_KEY)
     warnings = sorted(log.RECENT.records.copy(), key=lambda each: each.time)
@@ -110,8 +110,6 @@ async def numbers(state: AppState, request: Request) -> Response:
             "role": None if key is None else key.role,
             "can_abort": may_administrate(request, state),
             "has_admin_key": state.keys is not None and "admin" in state.keys.roles,
-            "tensor_parallel_size": parallel.tensor_parallel_size,
-            "stages": [[layers.start, layers.stop - 1] for layers in parallel.stages],
             "replicas": [_replica(state, each) for each in frontend.client.replicas],
             "kv_stores": [
                 {"host": host, "is_up": is_up, **{name: getattr(stats, name) for name in _STORE}}

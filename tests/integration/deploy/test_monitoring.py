@@ -81,6 +81,15 @@ def test_queries_name_metrics_that_there_are() -> None:
         assert used <= known, name
 
 
+def test_hand_overs_can_be_watched() -> None:
+    """All their metrics of the guide are in a panel."""
+    guide = (ROOT / "docs" / "guides" / "prefill-decode.md").read_text()
+    watched = set(re.findall(r"quire:\w*hand\w*over\w*", guide.partition("## Watch it")[2]))
+    shown = " ".join(path.read_text() for path in DASHBOARDS)
+    assert len(watched) >= 3
+    assert [name for name in watched if name not in shown] == []
+
+
 def test_every_alert_is_tested_and_says_what_to_do() -> None:
     rules = load("prometheus/rules.yml")["groups"][0]["rules"]
     tested = [test for each in load("prometheus/rules_test.yml")["tests"] for test in each["alert_rule_test"]]

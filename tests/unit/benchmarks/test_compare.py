@@ -196,3 +196,15 @@ def test_words_survive_text(tmp_path: Path) -> None:
     built.save(str(tmp_path / "tokenizer.json"))
     assert shapes.words(tmp_path, len(vocabulary)) == [3, 4]
     assert str(_PROGRAMS) in sys.path
+
+
+def test_traffic_of_hand_overs_is_that_of_prompts() -> None:
+    """Not that of the streams beside them; and prompts that stay are stored, too."""
+    names = ("handed", "handovers", "seconds", "recomputed", "written", "read")
+    start, before, end = (
+        dict(zip(names, values, strict=True))
+        for values in ((0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 7e6, 0), (2, 2, 0.5, 30, 46e6, 16e6))
+    )
+    found = module("prefill_decode").of_hand_overs(start, before, end, 4)
+    assert found == {"handed_over": 2, "handover_ms": 250.0, "written_mb": 8.0, "read_mb": 8.0, "recomputed": 15.0}
+    assert module("prefill_decode").of_hand_overs(start, start, before, 4) == {"handed_over": 0}

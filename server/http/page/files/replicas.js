@@ -15,7 +15,7 @@ export function drawReplicas(state) {
     const used = each.kv_blocks ? each.kv_blocks_used / each.kv_blocks : null, death = each.last_death;
     const why = each.reason && each.reason !== death?.reason ? [make("small", {}, each.reason)] : [];
     const cells = [
-      [`${each.index}`], [make("span", {class: `state ${KINDS[each.state] ?? "bad"}`}, each.state), ...why], [each.host],
+      [`${each.index}`, ...(each.role === "any" ? [] : [make("small", {}, each.role)])], [make("span", {class: `state ${KINDS[each.state] ?? "bad"}`}, each.state), ...why], [each.host],
       [short(each.num_requests_running)], [short(each.num_requests_waiting)],
       [percent(used), bar([used ?? 0], used > 0.95 ? "full" : "")],
       [short(each.tokens_per_second)], [time(each.step_seconds)],
@@ -41,18 +41,18 @@ export function drawRanks(state) {
   }));
   const isOne = state.replicas.length === 1;
   fill("ranks", ...state.replicas.map(replica => {
-    const stages = replica.ranks.length && !GONE.has(replica.state) ? state.stages.map((layers, stage) => drawStage(state, replica, layers, stage))
+    const stages = replica.ranks.length && !GONE.has(replica.state) ? replica.stages.map((layers, stage) => drawStage(replica, layers, stage))
       : [make("p", {class: "soft"}, `no ranks: ${replica.state}`)];
     if (isOne) return make("div", {"data-key": replica.index}, ...stages);
     const slow = replica.ranks.filter(each => each.is_straggler).length;
     return make("details", {"data-key": replica.index, open: replica.index < OPEN},
-      make("summary", {}, `Replica ${replica.index}`, make("span", {class: "soft"}, ` · ${replica.host}`),
+      make("summary", {}, `Replica ${replica.index}`, make("span", {class: "soft"}, replica.role === "any" ? ` · ${replica.host}` : ` · ${replica.role} · ${replica.host}`),
         ...(slow ? [make("span", {class: "warn"}, ` · ${slow} slow`)] : [])), ...stages);
   }));
 }
 
-function drawStage(state, replica, [first, last], stage) {
-  const size = state.tensor_parallel_size, from = stage * size;
+function drawStage(replica, [first, last], stage) {
+  const size = replica.tensor_parallel_size, from = stage * size;
   return make("div", {class: "stage"},
     make("span", {class: "soft"}, `stage ${stage}`, make("br"), `layers ${first}–${last}`),
     make("div", {role: "list"}, ...replica.ranks.slice(from, from + size).map((each, at) => drawRank(each, from + at))));

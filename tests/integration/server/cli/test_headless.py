@@ -67,6 +67,8 @@ class Alone:
     drain_seconds: float | None = None
     restarts_group: bool = False
     masters: dict[int, tuple[str, int]] = field(default_factory=dict)
+    kv_peer: str = ""
+    kv_peers: tuple[str, ...] = ()
 
     @property
     def requests(self) -> dict[int, str]:

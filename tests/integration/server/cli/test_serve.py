@@ -43,13 +43,16 @@ FLAGS = """
 --api-server-count --attention-backend --auto --block-size --chat-template --client-body-timeout --client-header-timeout
 --cluster-timeout-seconds --cluster-token --cluster-token-file --config --cuda-graph-sizes --data-parallel-address
 --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
+--decode-context-parallel-size --decode-replicas
 --default-chat-template-kwargs --device --disable-access-log-for-endpoints --disable-custom-all-reduce
 --distributed-executor-backend --distributed-timeout-seconds --download-dir --dtype --enable-chunked-prefill
 --enable-eplb --enable-expert-parallel --enable-force-include-usage --enable-lora --enable-mm-embeds
 --enable-per-request-metrics --enable-prefix-caching --encoder-cache-size --enforce-eager --eplb-step-interval
 --expert-placement-strategy --fair-share --fair-share-weights --file-storage-gb --file-storage-path --generation-config
 --gpu-memory-utilization --headless --help --hf-overrides --host --itl-target-ms --keep-billing-header --kv-cache-dtype
---kv-cache-memory-bytes --kv-disk --kv-events-config --kv-offloading-size --language-model-only --limit-mm-per-prompt
+--kv-cache-memory-bytes --kv-disk
+--kv-disk-bandwidth --kv-events-config --kv-offloading-size --kv-peer-bandwidth --kv-peer-port --kv-peers
+--language-model-only --limit-mm-per-prompt
 --load-format --log-config-file --log-format --log-level --log-prompts --long-prefill-token-threshold --lora-disk-gb
 --lora-memory --lora-modules --lora-resolver --lora-root --master-addr --master-port --max-body-mib
 --max-connections-per-client --max-log-len --max-logprobs --max-lora-rank --max-loras --max-media-bytes --max-model-len
@@ -62,13 +65,14 @@ FLAGS = """
 --no-log-prompts --no-media-fetch --no-public-metrics --no-restart --no-return-tokens-as-token-ids
 --no-strict-parameters --no-takeover --no-trust-remote-code --no-trust-request-chat-template --no-trust-weights --no-ui
 --no-vllm-metrics --node-rank --num-redundant-experts --optimize --otlp-traces-endpoint --override-generation-config
---packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --public-metrics --quantization
---reasoning-parser --request-timeout --restart --return-tokens-as-token-ids --revision --root-path --runner
---scheduling-policy --seed --served-model-name --shutdown-timeout --spec-method --spec-model --spec-tokens
---speculative-config --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --strict-parameters
---structured-outputs-fallback --takeover --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser
---torch-profiler-dir --trust-remote-code --trust-request-chat-template --trust-weights --uds --ui --vllm-metrics
---watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
+--packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --prefill-pipeline-parallel-size
+--prefill-replicas --prefill-tensor-parallel-size --public-metrics --quantization --reasoning-parser --request-timeout
+--restart --return-tokens-as-token-ids --revision --root-path --runner --scheduling-policy --seed --served-model-name
+--shutdown-timeout --spec-method --spec-model --spec-tokens --speculative-config --ssl-ca-certs --ssl-cert-reqs
+--ssl-certfile --ssl-keyfile --strict-parameters --structured-outputs-fallback --takeover --tensor-parallel-size
+--timeout-keep-alive --tokenizer --tool-call-parser --torch-profiler-dir --trust-remote-code
+--trust-request-chat-template --trust-weights --uds --ui --vllm-metrics --watchdog-seconds -asc -dcp -dp -dpa -dpl -dpp
+-dpr -h -pp -q -sc -tp
 """
 
 RUN = """

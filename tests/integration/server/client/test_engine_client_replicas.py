@@ -11,15 +11,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import CoreArgs, Endpoints
@@ -38,8 +37,15 @@ from quire.engine.protocol.engine_core import (
     Probe,
     ProbeReply,
     ResetPrefixCache,
-    ToCore,
-    ToServer,
+)
+from quire.engine.protocol.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    FollowKVEvents,
+    KVEvent,
+    KVEventBatch,
+    KVEventsNews,
 )
 from quire.engine.protocol.kv_store import KVStoreStats
 from quire.engine.protocol.media import MediaData, MediaItem, MediaRun
@@ -63,8 +69,9 @@ from quire.engine.protocol.supervision import (
     ReplicaStarting,
     ReplicaUp,
 )
-from quire.server.client import engine_client
-from quire.server.client.engine_client import DATA_PARALLEL_RANK, EngineClient, QueueFull
+from quire.server.client import engine_client, media_content
+from quire.server.client.admission import QueueFull
+from quire.server.client.engine_client import DATA_PARALLEL_RANK, EngineClient
 from quire.server.client.engine_manager import EngineManager
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import EngineUnavailable, OutputStream, RequestFailed
@@ -72,144 +79,19 @@ from quire.server.client.profiler import ProfileConflict, Profiler
 from quire.server.client.replica import Replica
 from quire.server.client.replica_calls import _CLOCK_PINGS
 from tests.fakes import fake_core
+from tests.fakes.configs import engine_config
 from tests.fakes.outputs import prompt_logprobs
-
-LONG = SamplingParams(max_tokens=100, ignore_eos=True)
-
-
-def endpoints(folder: Path, replicas: int, clients: int = 1) -> Endpoints:
-    return Endpoints(
-        {number: f"ipc://{folder}/requests-{number}" for number in range(replicas)},
-        tuple(f"ipc://{folder}/responses-{number}" for number in range(clients)),
-    )
+from tests.fakes.scripted_cores import LONG, Script, Scripted, endpoints, scripted, stop_checks, until, whole
+from tests.unit.engine.scheduler.test_kv_events import with_events
 
 
 @pytest.fixture(autouse=True)
 def _instant_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cores that the test plays are back at once."""
-    monkeypatch.setattr("quire.server.client.engine_client._SAME_MOMENT_SECONDS", 0.0)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait until it is true; otherwise the test hangs."""
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-async def whole(stream: OutputStream) -> EngineCoreOutput:
-    """All outputs of a request up to its end, merged into one. Raises the error that ends it otherwise."""
-    outputs: list[EngineCoreOutput] = []
-    while not outputs or outputs[-1].finish_reason is None:
-        outputs += await stream.get()
-    merged = OutputStream(None, [])  # type: ignore[arg-type]
-    for output in outputs:
-        merged.put(output)
-    (one,) = merged._unread.values()
-    return one
+    monkeypatch.setattr("quire.server.client.suspects._SAME_MOMENT_SECONDS", 0.0)
 
 
 # --- a client between sockets ---------------------------------------------------------------------------------
-
-
-class Script:
-    """A core whose messages the test sends."""
-
-    def __init__(self, replica: int, ends: Endpoints, incarnation: int = 1) -> None:
-        self.replica, self.incarnation = replica, incarnation
-        self._context = zmq.Context()
-        self._address = ends.requests[replica]
-        self._requests = self._context.socket(zmq.PULL)
-        self._requests.bind(self._address)
-        self._responses = [self._context.socket(zmq.PUSH) for _ in ends.responses]
-        for socket, address in zip(self._responses, ends.responses, strict=True):
-            socket.connect(address)
-
-    def say(self, message: ToServer, client: int = 0) -> None:
-        message.replica, message.incarnation = self.replica, self.incarnation
-        self._responses[client].send(msgspec.msgpack.encode(message))
-
-    def tell(self, *outputs: EngineCoreOutput, stats: EngineStats | None = None) -> None:
-        self.say(EngineCoreOutputs(list(outputs), stats))
-
-    async def hear(self, kind: Any) -> Any:
-        """The next message, which is of this kind."""
-        await until(lambda: self._requests.poll(0))
-        decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
-        message = decoder.decode(self._requests.recv())
-        assert isinstance(message, kind), message
-        return message
-
-    @property
-    def is_quiet(self) -> bool:
-        return not self._requests.poll(50)
-
-    def close(self) -> None:
-        self._context.destroy(linger=200)
-
-
-def stop_checks(client: EngineClient) -> None:
-    """Let the client look for silent replicas only when the test does."""
-    if client._check_timer is not None:
-        client._check_timer.cancel()
-
-
-@dataclass
-class Scripted:
-    client: EngineClient
-    metrics: Metrics
-    ends: Endpoints
-    cores: list[Script]
-
-    def submit(self, request_id: str, prompt: list[int], params: SamplingParams = LONG) -> OutputStream:
-        return self.client.submit([(request_id, prompt, params)])
-
-    def up(self, core: Script) -> None:
-        self.client.update(ReplicaUp(core.replica, core.incarnation))
-
-    async def lost(self, core: Script, reason: str, *, returns: bool = False) -> None:
-        """The supervisor's report of a death, after the client has read all that the core has sent."""
-        read = self.client.calls.waiting[core.replica, -1] = asyncio.get_running_loop().create_future()
-        core.say(ProbeReply(-1))
-        await read
-        del self.client.calls.waiting[core.replica, -1]
-        self.client.update(ReplicaLost(core.replica, reason, returns))
-
-    def check_silence(self, core: Script, seconds: float) -> None:
-        """Let the client look for silent replicas: nothing has come from this core for so long, but from the others."""
-        for replica in self.client._replicas.values():
-            replica.is_silent = False  # however long the test has taken
-            replica.heard_at = self.client.loop.time() - seconds * (replica.number == core.replica)
-        self.client._check_silence()
-        stop_checks(self.client)
-
-    async def of(self, request_id: str) -> Script:
-        """The core that a request was sent to; its `EngineCoreRequest` is taken out there."""
-        replica = self.client._running[request_id].replica
-        assert replica is not None
-        core = self.cores[replica]
-        assert (await core.hear(EngineCoreRequest)).request_id == request_id
-        return core
-
-
-@asynccontextmanager
-async def scripted(folder: Path, count: int = 2, **options: Any) -> AsyncIterator[Scripted]:
-    ends = endpoints(folder, count)
-    metrics = Metrics("m")
-    client = EngineClient(ends, metrics, **options)
-    stop_checks(client)  # the cores speak when the test lets them
-    cores = [Script(number, ends) for number in range(count)]
-    engine = Scripted(client, metrics, ends, cores)
-    try:
-        for core in cores:
-            engine.up(core)
-            metrics.state(core.replica, "up")
-            await core.hear(Join)
-        await client.ready()
-        yield engine
-    finally:
-        await client.close()
-        for core in cores:
-            core.close()
 
 
 async def test_a_stream_goes_on_at_another_replica_as_if_nothing_had_happened(tmp_path: Path) -> None:
@@ -220,7 +102,7 @@ async def test_a_stream_goes_on_at_another_replica_as_if_nothing_had_happened(tm
         other = engine.cores[1 - first.replica]
         rows: Any = [(float(number), 1, [], []) for number in range(9)]
         first.tell(EngineCoreOutput("a", [], prompt_logprobs=prompt_logprobs(rows[:2], 0)))
-        first.tell(EngineCoreOutput("a", [7], num_cached_tokens=2, num_loaded_tokens=(1, 0)))
+        first.tell(EngineCoreOutput("a", [7], num_cached_tokens=2, num_loaded_tokens=(1, 0, 0)))
         first.say(EngineCoreOutputs(request_ids=["a"], token_ids=[8]))
         await engine.lost(first, "rank 0 hangs")
         resumed = await other.hear(EngineCoreRequest)
@@ -232,10 +114,61 @@ async def test_a_stream_goes_on_at_another_replica_as_if_nothing_had_happened(tm
         other.tell(EngineCoreOutput("a", [10], finish_reason="stop", num_cached_tokens=1))
         output = await whole(stream)
         assert (output.token_ids, output.finish_reason, output.num_cached_tokens) == ([7, 8, 9, 10], "stop", 2)
-        assert output.num_loaded_tokens == (1, 0)
+        assert output.num_loaded_tokens == (1, 0, 0)
         assert output.prompt_logprobs is not None
         assert [row.logprob for row in output.prompt_logprobs.rows()] == [0.0, 1.0]
         assert not engine.client.num_open
+
+
+async def test_requests_go_where_events_say_that_their_prefix_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "_NEWS_BYTES", 0)
+    config = with_events(engine_config())
+    async with scripted(tmp_path, cache=config.cache, kv_events=config.kv_events) as engine:
+        assert engine.client._views is not None
+        prompt = list(range(60))
+        numbers = engine.client._views.hashes(EngineCoreRequest(0, "", prompt, LONG))
+        stored = BlockStored(numbers, None, [], 0, None, "GPU", None, None, 0)
+
+        def tell(core: Script, number: int, *events: KVEvent, is_first: bool = False) -> None:
+            batch = msgspec.msgpack.encode(KVEventBatch(1.0, list(events), core.replica))
+            core.say(KVEventsNews(number, batch, is_first))
+
+        async def knows(core: Script, count: int | None) -> None:
+            def found() -> int | None:
+                assert engine.client._views is not None
+                blocks = engine.client._views.blocks_of(core.replica)
+                return None if blocks is None else len(blocks)
+
+            await until(lambda: found() == count)
+
+        for core in engine.cores:
+            asked = await core.hear(FollowKVEvents)
+            assert asked.has_tiers == (core is engine.cores[0]), "both have the same store"
+            tell(core, 7, is_first=True)
+            await knows(core, 0)
+        first, second = engine.cores
+        tell(second, 8, stored)
+        await knows(second, len(numbers))
+        engine.submit("a", prompt)
+        assert await engine.of("a") is second
+        tell(second, 10, BlockRemoved(numbers[:1], "GPU", 0))  # one is missing
+        await second.hear(FollowKVEvents)
+        await knows(second, None)
+        tell(second, 11, stored)  # the snapshot is under way
+        tell(second, 11, AllBlocksCleared(), stored, is_first=True)
+        await knows(second, len(numbers))
+        tell(first, 8, stored)
+        await engine.lost(second, "gone", returns=True)
+        assert (await first.hear(EngineCoreRequest)).request_id == "a"
+        await knows(second, None)
+        second.incarnation += 1
+        engine.up(second)
+        await second.hear(Join)
+        assert not (await second.hear(FollowKVEvents)).has_tiers
+        await engine.lost(first, "gone", returns=True)
+        assert (await second.hear(FollowKVEvents)).has_tiers
 
 
 async def test_all_replicas_forget_before_a_store_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,11 +182,16 @@ async def test_all_replicas_forget_before_a_store_does(tmp_path: Path, monkeypat
                 core.say(PrefixCacheReset(asked.call_id, error))
 
         first, second = engine.cores
+        assert engine.client._router is not None
+        forgotten: list[int] = []
+        monkeypatch.setattr(engine.client._router, "on_reset", forgotten.append)
+        first.say(PrefixCacheReset(-1))  # another process has asked it
         reset = asyncio.create_task(engine.client.reset_prefix_cache(clears_stores=True))
         await answer(first, second, clears_store=False)
         await answer(first, clears_store=True)
         await answer(second, clears_store=True, error="the KV store is not up")
         assert await reset == "the KV store is not up"
+        assert sorted(forgotten) == [0, 0, 0, 1, 1]
         reset = asyncio.create_task(engine.client.reset_prefix_cache(clears_stores=False))
         await answer(first, clears_store=False)
         await engine.lost(second, "gone", returns=True)
@@ -314,16 +252,16 @@ async def test_images_for_other_hosts_travel_with_their_data(tmp_path: Path) -> 
 async def test_images_wait_for_a_while_for_file_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    monkeypatch.setattr(engine_client, "_READ_SECONDS", seconds)
-    monkeypatch.setattr(engine_client, "_READ_AGAIN_SECONDS", 0.0)
-    read, lacks = engine_client._with_content, [errno.EMFILE, errno.ENFILE]
+    monkeypatch.setattr(media_content, "_READ_SECONDS", seconds)
+    monkeypatch.setattr(media_content, "_READ_AGAIN_SECONDS", 0.0)
+    read, lacks = media_content._with_content, [errno.EMFILE, errno.ENFILE]
 
     def read_later(item: MediaItem) -> MediaItem:
         if lacks:
             raise OSError(number := lacks.pop(), os.strerror(number))
         return read(item)
 
-    monkeypatch.setattr(engine_client, "_with_content", read_later)
+    monkeypatch.setattr(media_content, "_with_content", read_later)
     async with scripted(tmp_path) as engine:
         engine.client._has_hosts = True
         await engine.lost(engine.cores[1], "gone", returns=True)
@@ -577,7 +515,7 @@ async def test_requests_that_ran_beside_the_one_that_kills_go_on(tmp_path: Path)
 async def test_replicas_that_die_together_make_no_request_suspect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.server.client.engine_client._SAME_MOMENT_SECONDS", 60.0)
+    monkeypatch.setattr("quire.server.client.suspects._SAME_MOMENT_SECONDS", 60.0)
     async with scripted(tmp_path) as engine:
         engine.submit("a", [1])
         first = await engine.of("a")
@@ -984,7 +922,7 @@ def piece(stop: StopProfile, rank: int) -> TracePiece:
 async def test_a_profile_that_one_replica_refuses_is_started_on_none(tmp_path: Path) -> None:
     async with scripted(tmp_path) as engine:
         first, second = engine.cores
-        starting = asyncio.create_task(Profiler(engine.client, 1).start(1.0))
+        starting = asyncio.create_task(Profiler(engine.client).start(1.0))
         for core, error in ((first, ""), (second, "running already")):
             core.say(ProfileReply((await core.hear(StartProfile)).call_id, 0, 0, error))
         stop = await first.hear(StopProfile)
@@ -998,7 +936,7 @@ async def test_a_profile_that_one_replica_refuses_is_started_on_none(tmp_path: P
 async def test_a_replica_that_dies_while_its_trace_is_awaited_is_named(tmp_path: Path) -> None:
     async with scripted(tmp_path) as engine:
         first, second = engine.cores
-        stopping = asyncio.create_task(Profiler(engine.client, 1).stop(io.BytesIO()))
+        stopping = asyncio.create_task(Profiler(engine.client).stop(io.BytesIO()))
         stops = await asyncio.gather(answer_pings(first), answer_pings(second))
         for core, stop in zip((first, second), stops, strict=True):
             core.say(ProfileReply(stop.call_id, 0, 0))
@@ -1013,7 +951,7 @@ async def test_clocks_are_measured_and_a_restarted_replica_has_no_trace(tmp_path
     async with scripted(tmp_path) as engine:
         first, second = engine.cores
         file = io.BytesIO()
-        stopping = asyncio.create_task(Profiler(engine.client, 1).stop(file))
+        stopping = asyncio.create_task(Profiler(engine.client).stop(file))
         stop, other = await asyncio.gather(answer_pings(first, ahead=3600 * 10**9), answer_pings(second))
         assert abs(stop.clock.offset + 3600 * 10**9) <= stop.clock.error
         assert other.clock.offset == 0
@@ -1032,7 +970,7 @@ async def test_clocks_are_measured_and_a_restarted_replica_has_no_trace(tmp_path
 async def test_a_replica_that_is_removed_while_a_profile_is_stopped_has_no_trace(tmp_path: Path) -> None:
     async with scripted(tmp_path) as engine:
         first, second = engine.cores
-        stopping = asyncio.create_task(Profiler(engine.client, 1).stop(io.BytesIO()))
+        stopping = asyncio.create_task(Profiler(engine.client).stop(io.BytesIO()))
         for _ in range(_CLOCK_PINGS):
             second.say(ClockReply((await second.hear(ClockPing)).call_id, 1, 0, time.time_ns()))
         await until(lambda: not any(number == 1 for number, _ in engine.client.calls.waiting))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from quire.engine.config import kv_store_config
 from quire.engine.config.added_replica import added_replica
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import KVStoreConfig
+from quire.engine.config.floors import doubling_context
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import resolve
@@ -29,18 +31,49 @@ def test_replicas_share_memory_and_disk(tmp_path: Path, caplog: pytest.LogCaptur
     tiers = options(model, data_parallel_size=2, kv_offloading_size=1.5, kv_disk=f"{disk}:0.25")
     config = resolve(tiers)
     assert plain.kv_store is None
-    assert config.kv_store == KVStoreConfig(memory_bytes=3 * GIB // 2, disk_path=str(disk), disk_bytes=GIB // 4)
+    assert config.kv_store == KVStoreConfig(
+        memory_bytes=3 * GIB // 2,
+        num_tokens=(7 << 28) * 16 // (96 << 10),
+        disk_path=str(disk),
+        disk_bytes=GIB // 4,
+    )
     assert f"--kv-disk {disk}:0.25: 256 MiB are less than the 1.5 GiB of memory" in caplog.text
     assert not disk.exists()
     assert MemoryPlan.of(config).fixed[0] == MemoryPlan.of(plain).fixed[0] + 3 * GIB // 4
     tokens = (7 << 28) // (96 << 10) * 16
     text = f"KV store: 1.5 GiB of the host's memory, and 256 MiB of disk in {disk}, for prefixes of 256 tokens or more"
     assert f"{text}: at least {tokens:,} tokens" in plan_text(config)
-    assert added_replica(config, 2, (), 3).kv_store == config.kv_store
+    assert added_replica(config, 2, (), [1, 1]).kv_store == config.kv_store
     only_disk = resolve(replace(tiers, kv_offloading_size=None)).kv_store
     assert only_disk is not None
     assert only_disk.memory_bytes == 8 * GIB // 10
     assert resolve(options(model, kv_offloading_size=0)).kv_store is None
+
+
+def test_the_context_at_which_a_token_costs_twice_as_much(tmp_path: Path) -> None:
+    dense = resolve(options(folder(tmp_path)))
+    linear, attended = 2 * 256 * 256 + 2 * 128 * 256 + 3 * 640 * 256, 8 * (32 + 32)
+    assert doubling_context(dense) == linear / attended
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    chosen = 2 * 256 * 256 + 2 * 128 * 256 + 2 * 3 * 640 * 256
+    assert doubling_context(resolve(options(folder(tmp_path, **experts)))) == chosen / attended
+    windowed = {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    assert doubling_context(resolve(options(folder(tmp_path, **windowed)))) == math.inf
+
+
+def test_stores_of_other_servers(tmp_path: Path) -> None:
+    peers = {"kv_peers": "10.0.0.7:29560, [fe80::1]:1,host-2.svc:80,10.0.0.7:29560", "kv_peer_bandwidth": 100}
+    store = resolve(
+        options(folder(tmp_path), kv_offloading_size=1, cluster_token="x" * 16, kv_peer_port=29560, **peers)
+    ).kv_store
+    assert store == KVStoreConfig(
+        memory_bytes=GIB,
+        num_tokens=GIB * 16 // (96 << 10),
+        peers=("10.0.0.7:29560", "[fe80::1]:1", "host-2.svc:80"),
+        peer_port=29560,
+        peer_bandwidth=100 << 20,
+    )
+    assert resolve(options(folder(tmp_path), kv_offloading_size=1, kv_peers="127.0.0.1:2,localhost:3,[::1]:4")).kv_store
 
 
 def test_a_host_without_replicas_has_no_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -53,7 +86,7 @@ def test_an_added_replica_needs_no_store_of_its_own(tmp_path: Path) -> None:
     config = resolve(options(folder(tmp_path), kv_offloading_size=6, kv_cache_memory_bytes=100 << 20))
     needed = sum(MemoryPlan.of(config).fixed) - 6 * GIB
     assert needed < GIB
-    assert added_replica(config, 1, (), 2).kv_store == config.kv_store
+    assert added_replica(config, 1, (), [1]).kv_store == config.kv_store
 
 
 def test_the_memory_of_a_cpu_is_planned_with_its_tier(tmp_path: Path) -> None:
@@ -100,6 +133,17 @@ def test_gpus_do_not_need_more_than_the_hosts_memory(tmp_path: Path) -> None:
         ({"kv_offloading_size": 1e300}, "--kv-offloading-size 1e+300: expected GiB"),
         ({"kv_disk": "/tmp:1"}, "others can write to /tmp, and could change answers"),
         ({"kv_offloading_size": -1}, "--kv-offloading-size must be at least 0"),
+        ({"kv_peers": "10.0.0.7"}, "--kv-peers 10.0.0.7: expected HOST:PORT"),
+        ({"kv_peers": "127.0.0.1:1,b:70000"}, "--kv-peers b:70000: expected HOST:PORT"),
+        *(
+            ({"kv_peers": each}, f"--kv-peers {each}: expected HOST:PORT")
+            for each in ("a..b:1", "_kv.host:1", "-:5", f"{'a' * 64}.b:1", "[::g]:1", "fe80::1:1", "a:0", "a:١")
+        ),
+        ({"kv_peers": "127.evil.example.com:1"}, "--kv-peers 127.evil.example.com:1: connections to other hosts need"),
+        ({"kv_peers": "10.0.0.7:1"}, "--kv-peers 10.0.0.7:1: connections to other hosts need a --cluster-token"),
+        ({"kv_peer_port": 70000}, "--kv-peer-port 70000: expected a port, at most 65535"),
+        ({"kv_offloading_size": None, "kv_peer_port": 1}, "--kv-peer-port needs a KV store on this host"),
+        ({"kv_disk_bandwidth": 1}, "--kv-disk-bandwidth limits what is written to --kv-disk, which is not set"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -549,7 +549,14 @@ def test_the_kv_cache_is_16_bit_with_quantized_weights(
 
 @pytest.mark.parametrize(
     ("asked", "dtype"),
-    [("auto", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("fp8", "fp8"), ("fp8_e4m3", "fp8")],
+    [
+        ("auto", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("int8", "int8"),
+        ("fp8", "fp8"),
+        ("fp8_e4m3", "fp8"),
+        ("int4", "int4"),
+    ],
 )
 def test_the_kv_cache_has_its_own_dtype(tmp_path: Path, asked: str, dtype: str) -> None:
     """And takes the memory that the plan says."""
@@ -574,7 +581,7 @@ def test_the_kv_cache_has_its_own_dtype(tmp_path: Path, asked: str, dtype: str) 
     assert allocated.nbytes == 3 * block
 
 
-@pytest.mark.parametrize("wrong", [{"quantization": "hqq"}, {"dtype": "float8"}, {"kv_cache_dtype": "int4"}])
+@pytest.mark.parametrize("wrong", [{"quantization": "hqq"}, {"dtype": "float8"}, {"kv_cache_dtype": "int2"}])
 def test_invalid_choices_are_rejected_from_python_too(tmp_path: Path, wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=f"must be one of .*, got {next(iter(wrong.values()))}"):
         resolve(options(folder(tmp_path), **wrong))

@@ -21,5 +21,5 @@ def test_without_a_digest_there_is_no_disk_tier(error: Exception, text: str, mon
     monkeypatch.setattr(module, "signature_of", MagicMock(side_effect=error))
     store = MagicMock()
     store._call = lambda function: function()
-    StoreProcess._find_disk(store, MagicMock(), MagicMock())
-    store._lack_disk.assert_called_once_with(text)
+    StoreProcess._find_signature(store, MagicMock(), MagicMock())
+    store._lack_signature.assert_called_once_with(text)

@@ -52,3 +52,20 @@ def test_a_long_path_is_rejected(temporary: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="the path in TMPDIR is too long"):
         RuntimeFolder()
     assert not os.listdir(folder)
+
+
+def test_a_folder_that_is_not_removed_stays_marked(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the next process removes it: a process that begins has put something there meanwhile."""
+    first, remove = RuntimeFolder(), os.rmdir
+
+    def late(path: str) -> None:
+        Path(path, "items").mkdir()
+        remove(path)
+
+    monkeypatch.setattr(os, "rmdir", late)
+    first.remove()
+    monkeypatch.undo()
+    assert first.exists
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    RuntimeFolder().remove()
+    assert not os.listdir(temporary)

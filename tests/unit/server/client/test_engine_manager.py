@@ -28,6 +28,8 @@ from quire.engine.protocol.supervision import (
     ReplicaDraining,
     ReplicaLost,
     ReplicaRemoved,
+    ReplicaRole,
+    ReplicaRoles,
     ReplicaStarting,
     ReplicaUp,
     SetLogLevel,
@@ -56,6 +58,7 @@ class Engine:
         local: int | None,
         kv_store: KVStoreConfig | None,
         stores: list[tuple[KVStoreArgs, FakeProcess]],
+        prefill_replicas: int,
     ) -> None:
         self.started = started
         self.stores = stores
@@ -68,8 +71,12 @@ class Engine:
             local_replicas=range(local or count),
             experts=experts,
             external_lb=is_member,
+            prefill_replicas=prefill_replicas,
         )
         config = replace(config, parallel=parallel, kv_store=kv_store)
+        if prefill_replicas:
+            two_ranks = replace(parallel, tensor_parallel_size=2, local_ranks=(2, *[1] * (count - 1)))
+            config = replace(config, prefill=replace(config, parallel=two_ranks))
         self.manager = EngineManager(config, name="m", policy=policy, num_clients=num_clients, hosts=hosts)
         self.manager.on_change = self.states.append
 
@@ -122,6 +129,7 @@ def engine(
         hosts: DPCoordinator | None = None,
         local: int | None = None,
         kv_store: KVStoreConfig | None = None,
+        prefill_replicas: int = 0,
     ) -> Engine:
         found: list[tuple[CoreArgs, FakeProcess]] = []
         stores: list[tuple[KVStoreArgs, FakeProcess]] = []
@@ -150,6 +158,7 @@ def engine(
                 local=local,
                 kv_store=kv_store,
                 stores=stores,
+                prefill_replicas=prefill_replicas,
             )
         )
         return made[-1]
@@ -412,7 +421,7 @@ def test_an_added_replica_gets_unused_devices(config: EngineConfig, monkeypatch:
     links = tuple(tuple(near if one // 2 == other // 2 else far for other in range(6)) for one in range(6))
     monkeypatch.setattr(devices, "find", lambda kind, groups: devices.Devices("cuda", 6, 0, links=links))
     parallel = replace(config.parallel, tensor_parallel_size=2, device="cuda", devices=(0, 1))
-    added = added_replica(replace(config, parallel=parallel), 1, {0, 1, 3}, 2).parallel
+    added = added_replica(replace(config, parallel=parallel), 1, {0, 1, 3}, [2]).parallel
     assert [added.device_of(rank) for rank in range(2)] == [4, 5]
 
 
@@ -427,8 +436,9 @@ class Hosts(DPLeader):
         self.joined: set[int] = set()
         self.different: set[int] = set()
         self.dismissed: list[tuple[int, str]] = []
-        self.requests, self.responses, self.init_method = {0: "ipc://0"}, ("tcp://10.0.0.1:1",), ""
+        self.requests, self.responses, self.init_method = {0: "ipc:///0"}, ("tcp://10.0.0.1:1",), ""
         self.masters: dict[int, tuple[str, int]] = {}
+        self.kv_peer, self.kv_peers = "", ()
 
     def watch(self, listener: object) -> None:
         pass
@@ -511,7 +521,7 @@ class Member(DPMember):
     def __init__(self) -> None:
         self.requests, self.responses = {n: f"tcp://10.0.0.{n + 2}:1" for n in range(2)}, ("tcp://10.0.0.1:2",)
         self.init_method = "tcp://10.0.0.1:1"
-        self.masters = {}
+        self.masters, self.kv_peer = {}, "10.0.0.2:3"
         self.different: set[int] = set()
 
     def watch(self, listener: object) -> None:
@@ -545,6 +555,7 @@ def test_a_host_whose_replicas_share_experts_waits_for_its_leader(engine: Make, 
     one.live_again(0)
     assert one.started[-1][0].endpoints.requests[1] == "tcp://10.0.0.3:1"
     assert [type(state) for state in one.states] == [ReplicaUp, ReplicaLost, ReplicaUp]
+    assert [state.kv_peer for state in one.states if isinstance(state, ReplicaUp)] == ["10.0.0.2:3"] * 2
 
 
 def test_hosts_join_and_leave(engine: Make) -> None:
@@ -703,12 +714,81 @@ def test_cores_use_the_kv_store_of_their_host(engine: Make, monkeypatch: pytest.
     two.run(lambda: len(two.stores) == 2)
     assert two.stores[1][0] == args
     assert len(two.states) == states  # API processes need not know it
+    two.die(1, "killed")
+    assert two.stores[1][1].heard() == [ReplicaLost(1, "killed", returns=False)]
+    two.live_again(1)
     two.manager.resize(2, 0.0)
     two.manager.drained(0, 2)
     two.run(lambda: ReplicaRemoved(2) in two.states)
     assert two.stores[1][1].heard() == []  # its ranks may still write
     two.core(2).exit(0)
     two.run(lambda: two.stores[1][1].heard() == [ReplicaRemoved(2)])
+
+
+STORE = KVStoreConfig(memory_bytes=1 << 30)
+
+
+def test_each_role_has_its_layout(engine: Make) -> None:
+    """A role outlives a restart; another one restarts nothing."""
+    two = engine(2, kv_store=STORE, prefill_replicas=1, num_clients=2)
+
+    def sizes() -> list[int]:
+        return [args.config.parallel.tensor_parallel_size for args, _ in two.started]
+
+    assert sizes() == [2, 1]
+    assert two.manager.process_info(1).roles == {0: "prefill", 1: "decode"}
+    two.up(0, 1)
+    up = two.manager.states[0]
+    assert isinstance(up, ReplicaUp)
+    assert (up.tensor_parallel_size, up.stages) == (2, [(0, 5)])
+    two.die(0)
+    two.live_again(0)
+    assert sizes() == [2, 1, 2]
+    before = len(two.states)
+    two.manager.resize(None, 7.0, 2, 1)
+    roles: dict[int, ReplicaRole] = {0: "prefill", 1: "decode", 2: "prefill"}
+    assert two.states[before] == ReplicaRoles(roles)  # before the replica is known
+    assert isinstance(two.states[before + 1], ReplicaStarting)
+    assert sizes() == [2, 1, 2, 2]
+    assert two.started[-1][0].config.parallel.num_local_ranks == 5
+    two.up(2)
+    two.manager.resize(3, 7.0, prefill=1)
+    assert two.states[-1] == ReplicaRoles({0: "prefill", 1: "decode", 2: "decode"})
+    two.manager.resize(None, 7.0, 2, 1)  # that of them with the layout for prompts
+    assert two.manager.process_info(0).roles == roles
+    two.manager.resize(2, 7.0, decode=1)
+    assert two.states[before + 4 :] == [ReplicaRoles(roles), ReplicaDraining(2, 7.0)]
+
+
+def test_roles_can_be_given_and_taken_while_replicas_run(engine: Make, caplog: pytest.LogCaptureFixture) -> None:
+    hosts = Hosts()
+    two = engine(kv_store=STORE, hosts=hosts)
+    two.up(0)
+    two.manager.resize(2, 7.0)
+    two.up(1)
+    before = len(two.states)
+    two.manager.resize(None, 7.0, 1, 1)
+    assert two.states[before:] == [ReplicaRoles({0: "prefill", 1: "decode"})]
+    hosts.joined.add(2)
+    two.manager.replica_joined(2, "tcp://10.0.0.2:2")
+    two.run(lambda: 2 in two.manager.requests)
+    assert two.states[before + 1] == ReplicaRoles({0: "prefill", 1: "decode", 2: "decode"})
+    assert "requests change replicas on one host only" not in caplog.text
+    two.manager.replica_up(ReplicaUp(2, 7))
+    two.run(lambda: isinstance(two.manager.states.get(2), ReplicaUp))
+    assert caplog.text.count("all replicas of 10.0.0.2 are for decodes, and requests change") == 1
+    with pytest.raises(ConfigError, match="1 replicas for prompts and 0 for decodes"):
+        two.manager.resize(1, 7.0)
+    two.manager.resize(None, 7.0, 0)
+    assert two.states[-1] == ReplicaRoles({})
+    assert len(two.started) == 2
+
+
+def test_roles_need_a_kv_store(engine: Make) -> None:
+    two = engine(2)
+    two.up(0, 1)
+    with pytest.raises(ConfigError, match="this server keeps none there; restart it with --prefill-replicas and"):
+        two.manager.resize(None, 7.0, 1, 1)
 
 
 def test_an_error_of_the_thread_fails_the_engine(engine: Make) -> None:

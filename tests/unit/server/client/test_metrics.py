@@ -162,7 +162,8 @@ def test_tokens_of_a_kv_store_are_counted_by_tier() -> None:
     metrics = Metrics("m", config=replace(engine_config(), kv_store=KVStoreConfig(memory_bytes=1)), vllm_names=False)
     metrics.state(0, "up")
     stats = EngineStats(started=1, steps=1, prompt_tokens=200, prefix_queried_tokens=200, prefix_hit_tokens=90)
-    stats.kv_loaded_memory_tokens, stats.kv_loaded_disk_tokens, stats.kv_load_seconds = 30, 20, 0.25
+    stats.kv_loaded_memory_tokens, stats.kv_loaded_disk_tokens, stats.kv_load_seconds = 30, 15, 0.25
+    stats.kv_loaded_peer_tokens = 5
     metrics.take(0, stats)
     found = samples(metrics)
     assert {
@@ -173,7 +174,8 @@ def test_tokens_of_a_kv_store_are_counted_by_tier() -> None:
         "cached_total 0": 90,
         "cached_by_source_total 0 device": 40,
         "cached_by_source_total 0 host": 30,
-        "cached_by_source_total 0 disk": 20,
+        "cached_by_source_total 0 disk": 15,
+        "cached_by_source_total 0 peer": 5,
         "by_source_total 0 local_compute": 110,
         "by_source_total 0 local_cache_hit": 40,
         "by_source_total 0 external_kv_transfer": 50,
@@ -194,8 +196,19 @@ def test_each_host_has_the_metrics_of_its_kv_store(monkeypatch: pytest.MonkeyPat
     metrics.take_store(
         0, "localhost", KVStoreStats(memory_bytes=5, memory_capacity=8, stored_bytes=9, wrong_checksums=1)
     )
+    assert not any("kv_store_peer" in name for name in samples(metrics))
     metrics.take_store(
-        1, "10.0.0.2", KVStoreStats(memory_capacity=8, disk_bytes=7, disk_capacity=70, disk_error="full")
+        1,
+        "10.0.0.2",
+        KVStoreStats(
+            memory_capacity=8,
+            disk_bytes=7,
+            disk_capacity=70,
+            disk_error="full",
+            peers=2,
+            peers_up=1,
+            loaded_peer_bytes=6,
+        ),
     )
     found = samples(metrics)
     assert found["quire:kv_loads_total 0"] == 0
@@ -204,6 +217,8 @@ def test_each_host_has_the_metrics_of_its_kv_store(monkeypatch: pytest.MonkeyPat
     assert found["quire:kv_store_wrong_checksums_total localhost"] == 1
     assert found["quire:kv_store_capacity_bytes 10.0.0.2 disk"] == 70
     assert found["quire:kv_store_disk_up 10.0.0.2"] == 0
+    assert (found["quire:kv_store_peers 10.0.0.2"], found["quire:kv_store_peers_up 10.0.0.2"]) == (2, 1)
+    assert found["quire:kv_store_read_bytes_total 10.0.0.2 peer"] == 6
     assert not any("disk" in name for name in found if "localhost" in name)
     now = 109.0
     metrics.take_store(0, "localhost", KVStoreStats())
@@ -233,7 +248,8 @@ def test_expert_load_is_exported_unless_there_are_too_many_experts() -> None:
 
 
 def test_the_stats_of_ranks_are_exported_while_their_replica_is_up() -> None:
-    metrics = Metrics("m", config=engine_config(stages=2))
+    metrics = Metrics("m")
+    metrics.stage_ranks = {3: 1}
     metrics.state(0, "dead")
     metrics.rank_stats = {
         0: [RankStats(4, 9.0, 1.0)] * 2,

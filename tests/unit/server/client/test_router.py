@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from quire.engine.config.engine_config import CacheConfig
+from quire.engine.config.engine_config import CacheConfig, KVStoreConfig
 from quire.engine.protocol.adapters import AdapterRef
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.media import MediaItem, MediaRun
@@ -21,7 +21,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.scheduler.scheduler import Scheduler
-from quire.server.client.router import Router
+from quire.server.client.router import ReplicaPlace, Router
 from tests.fakes.configs import engine_config
 from tests.fakes.replica_traffic import COURSES, simulate
 
@@ -396,7 +396,7 @@ def test_what_it_remembers_is_bounded() -> None:
     for number in range(100):
         place(router, str(number), [number] * 160, stats)
         router.on_finished(str(number), [1] * 100)
-    assert len(router._loads[0].cached) == 50
+    assert len(router._caches._estimates[0].blocks) == 50
     assert not router._placed
     router.on_finished("unknown", [])
     router.on_first_token("unknown", 1.0)
@@ -424,3 +424,87 @@ def test_short_prompts_go_where_their_adapter_is() -> None:
         request = structs.replace(asked(str(number), [1, 2]), adapter=AdapterRef(bytes([number % 2]), ()))
         assert router.place(request, idle(2)) == number % 2
         router.on_finished(str(number), [])
+
+
+def test_a_prompt_is_computed_apart_if_others_gain_more_than_it_loses() -> None:
+    places = {0: ReplicaPlace("prefill", "host"), 1: ReplicaPlace("decode", "host"), 2: ReplicaPlace("decode", "host")}
+
+    def chosen(tokens: int, *open_requests: int, places: dict[int, ReplicaPlace] = places) -> tuple[int, int | None]:
+        """Where a prompt is sent, and where it continues, if replicas have as many requests whose prompts are done."""
+        router = Router(range(3), cache=CACHE, max_num_seqs=64)
+        stats = {
+            number: EngineStats(running=running, kv_blocks=2000)
+            for number, running in enumerate(open_requests or (0, 0, 0))
+        }
+        number = router.place(asked("a", list(range(tokens))), stats, places)
+        successor = router.successor("a")
+        router.on_finished("a", [])
+        assert not any(load.open or load.blocks for load in router._loads.values())
+        return number, successor
+
+    assert chosen(400) == (0, 1)
+    assert chosen(400, 1, 0, 0) == (0, 1), "what runs may have ended"
+    assert [chosen(length) for length in (255, 256)] == [(1, None), (0, 1)], "as fast to compute as to move"
+    coarse = Router(range(3), cache=replace(CACHE, block_size=512), max_num_seqs=64)
+    for length, replica in ((511, 1), (513, 0)):
+        request = asked(str(length), [length] * length)
+        assert coarse.place(request, idle(3), places) == replica, "only full blocks are stored"
+    assert chosen(400, 20, 1, 0) == (2, None), "it would wait for nobody's sake"
+    assert chosen(400, 20, 1, 2) == (1, None)
+    assert chosen(400, 12, 1, 2) == (0, 1), "12 decodes take as long as 384 tokens"
+    elsewhere, nowhere = ReplicaPlace("prefill", "other host"), ReplicaPlace("decode")
+    assert chosen(400, places=places | {0: elsewhere}) == (1, None)
+    assert chosen(400, places=places | {1: nowhere, 2: nowhere}) == (1, None), "the store is down"
+    assert chosen(400, places={number: ReplicaPlace("prefill", "host") for number in range(3)}) == (0, None)
+
+
+def test_a_prompt_counts_where_it_is_expected_from_the_beginning() -> None:
+    places = {0: ReplicaPlace("prefill", "host"), 1: ReplicaPlace("decode", "host"), 2: ReplicaPlace("decode", "host")}
+    router = Router(range(3), cache=CACHE, max_num_seqs=64)
+    for number in range(4):
+        request = asked(str(number), [number] * 400)
+        assert router.place(request, idle(3), places) == 0
+        assert router.successor(str(number)) == 1 + number % 2
+        router.on_first_token(str(number), 0.1)
+        router.hand_over(str(number))
+        assert router._placed[str(number)].pending == BLOCK
+        assert router.successor(str(number)) is None
+    for number in range(4):
+        router.on_continued(str(number), 16 / 400)
+        router.on_finished(str(number), [1] * 20)
+    turn = [3] * 400 + [1] * 20
+    assert router.place(asked("turn", turn), idle(3), places) == 2, "it has the conversation"
+
+
+def test_no_more_prompts_are_handed_over_than_the_store_holds() -> None:
+    """Those that wait for a decode replica without room would be evicted, and computed again when it has some."""
+    places = {0: ReplicaPlace("prefill", "host"), 1: ReplicaPlace("decode", "host")}
+    router = Router(range(2), cache=CACHE, max_num_seqs=64, store=KVStoreConfig(memory_bytes=0, num_tokens=1000))
+
+    def place(request_id: str) -> int:
+        chosen = router.place(asked(request_id, [int(request_id)] * 400), idle(2), places)
+        if chosen == 0:
+            router.on_first_token(request_id, 0.1)
+            router.hand_over(request_id)
+        return chosen
+
+    assert [place(str(number)) for number in range(4)] == [0, 0, 1, 1]
+    router.on_first_token("0", 0.0)
+    assert [place(str(number)) for number in range(4, 6)] == [0, 1]
+
+
+def test_a_replica_that_does_not_find_what_was_stored_has_the_prompt_to_compute() -> None:
+    places = {0: ReplicaPlace("prefill", "host"), 1: ReplicaPlace("decode", "host")}
+    router = Router(range(2), cache=CACHE, max_num_seqs=64)
+    pending = []
+    for number in range(20):
+        assert router.place(asked(str(number), [number] * 400), idle(2), places) == 0
+        router.on_first_token(str(number), 0.1)
+        router.hand_over(str(number))
+        pending.append(router._loads[1].pending)
+        router.on_continued(str(number), 1.0 if number < 10 else 0.04)
+        assert router._loads[1].pending == 0
+        router.on_finished(str(number), [])
+    assert (pending[0], pending[1]) == (BLOCK, 80)
+    assert pending[10] > 350
+    assert pending[19] < 100

@@ -29,7 +29,7 @@ VALUES = {"flag": "", "on/off": "", "one": "=", "several": "+", "optional": "?"}
 OWN = build_parser().parse_args(["serve"]).parser._option_string_actions
 UNSUPPORTED_VALUES = {
     "--kv-cache-dtype": {
-        *("fp8_ds_mla", "fp8_e5m2", "fp8_inc", "int4_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla"),
+        *("fp8_ds_mla", "fp8_e5m2", "fp8_inc", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla"),
         *("turboquant_3bit_nc", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_k8v4", "ultraquant_4bit"),
     },
     "--runner": {"draft"},

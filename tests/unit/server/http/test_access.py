@@ -13,7 +13,7 @@ import pytest
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process import log
-from quire.server.client.engine_client import QueueFull
+from quire.server.client.admission import QueueFull
 from quire.server.client.http_metrics import STATUSES, HttpMetrics
 from quire.server.http.connection import MAX_HEADER_BYTES
 from quire.server.serving.frontend import Frontend

@@ -126,7 +126,7 @@ async def test_a_flood_does_not_fill_the_queue_for_others(
 
     async with run_server(config, fair_share="user", fair_share_weights=("heavy=2",), max_queue=4) as server:
         client = server.frontend.client
-        client._max_num_seqs = 0
+        client._admission._max_num_seqs = 0
         client._metrics.take = lambda *_: None  # type: ignore[method-assign]
         client._stats = lambda replicas=None: {0: EngineStats()}  # type: ignore[method-assign]
         tasks: list[asyncio.Task[httpx.Response]] = []
@@ -151,7 +151,7 @@ async def test_a_flood_does_not_fill_the_queue_for_others(
         await asyncio.gather(*tasks, return_exceptions=True)
         while client.num_open:
             await asyncio.sleep(0.001)
-        assert not client._num_waiting
+        assert not client._admission._num_waiting
 
 
 @pytest.mark.parametrize(

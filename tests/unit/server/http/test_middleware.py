@@ -20,7 +20,8 @@ from quire.engine.protocol.engine_core import ToCore
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import ReplicaDraining, ReplicaLost
-from quire.server.client.engine_client import RANK_HEADER, QueueFull
+from quire.server.client.admission import Admission, QueueFull
+from quire.server.client.engine_client import RANK_HEADER
 from quire.server.client.output_stream import Deadline, OutputStream
 from quire.server.config.server_options import ServerOptions
 from quire.server.http import errors, middleware
@@ -345,7 +346,7 @@ async def test_what_counts_as_waiting(
     server: Server, max_queue: int | None, num_open: int, running: int, waiting: int, is_full: bool
 ) -> None:
     client = server.frontend.client
-    client._max_queue, client._max_num_seqs = max_queue, 4
+    client._admission = Admission(4, max_queue)
     client._metrics.take(0, EngineStats(running=running, waiting=waiting))
     client._running = dict.fromkeys(map(str, range(num_open)), SimpleNamespace())  # type: ignore[arg-type]
     try:

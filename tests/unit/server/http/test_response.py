@@ -53,7 +53,7 @@ HIDDEN: dict[str, Any] = {
     "text": "t",
     "token_ids": [1],
     "num_cached_tokens": 5,
-    "num_loaded_tokens": (2, 1),
+    "num_loaded_tokens": (2, 1, 1),
     "num_accepted_tokens": 2,
     "num_rejected_tokens": 1,
     "num_tokens_before_words": 1,
@@ -87,11 +87,11 @@ def test_a_prompt_is_found_in_the_cache_once_for_all_its_choices() -> None:
 
 def test_cached_tokens_are_told_by_tier() -> None:
     usage = Usage([[1] * 64, [2] * 64], 1)
-    usage.add([TextDelta(0, num_cached_tokens=48, num_loaded_tokens=(16, 0)), TextDelta(0), TextDelta(1)])
-    usage.add([TextDelta(1, num_cached_tokens=32, num_loaded_tokens=(0, 32))])
+    usage.add([TextDelta(0, num_cached_tokens=48, num_loaded_tokens=(16, 0, 0)), TextDelta(0), TextDelta(1)])
+    usage.add([TextDelta(1, num_cached_tokens=32, num_loaded_tokens=(0, 32, 0))])
     assert usage.object()["prompt_tokens_details"] == {
         "cached_tokens": 80,
-        "cached_tokens_details": {"device": 32, "host": 16, "disk": 32},
+        "cached_tokens_details": {"device": 32, "host": 16, "disk": 32, "peer": 0},
     }
 
 

@@ -14,9 +14,15 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.protocol.stats import EngineStats
-from quire.engine.protocol.supervision import EngineFailed, ReplicaLost, ReplicaStarting, ReplicaUp
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.supervision import (
+    EngineFailed,
+    ReplicaLost,
+    ReplicaRoles,
+    ReplicaStarting,
+    ReplicaUp,
+    Resize,
+)
 from quire.server.app import create_app
 from quire.server.config.server_options import ServerOptions
 from quire.server.http import sagemaker_vertex
@@ -46,8 +52,13 @@ async def test_requests_are_as_long_as_the_smallest_kv_cache_holds(
     """A replica may have measured less memory than was planned. A larger one does not make them longer."""
     blocks, size = 10, config.cache.block_size
     async with run_server(replace(config, model=replace(config.model, min_model_len=2))) as server:
-        for kv_blocks, length in ((1000, 128), (blocks, blocks * size), (1000, blocks * size)):
-            server.frontend.update(ReplicaUp(9, 1, stats=EngineStats(kv_blocks=kv_blocks)))
+        for its_length, length in (
+            (1000, 128),
+            (blocks * size, blocks * size),
+            (1000, blocks * size),
+            (0, blocks * size),
+        ):
+            server.frontend.update(ReplicaUp(9, 1, max_model_len=its_length))
             model, *_ = (await server.http.get("/v1/models")).json()["data"]
             assert model["max_model_len"] == length
             assert (await post(server, "/tokenize", {"prompt": "hello"}))["max_model_len"] == length
@@ -330,11 +341,14 @@ async def test_the_replicas_are_listed(server: Server) -> None:
             {
                 "index": 0,
                 "host": "localhost",
+                "role": "any",
                 "state": "up",
                 "num_requests_running": 0,
                 "num_requests_waiting": 0,
                 "reason": None,
                 "last_death": None,
+                "tensor_parallel_size": 1,
+                "stages": [[0, 5]],
             }
         ],
     }
@@ -345,12 +359,13 @@ async def test_their_number_is_changed_with_an_admin_key_only(
 ) -> None:
     refused = await post(server, "/replicas", {"data_parallel_size": 2}, 403)
     assert "start it with --admin-key or QUIRE_ADMIN_KEY" in refused["error"]["message"]
-    asked: list[tuple[int, float]] = []
+    asked: list[Resize] = []
 
-    async def resize(count: int, drain_seconds: float) -> None:
-        if count > 2:
-            raise InvalidParameter("replica 2 needs 1 more GPU", "data_parallel_size")
-        asked.append((count, drain_seconds))
+    async def resize(wanted: Resize) -> None:
+        if max(wanted.count or 0, wanted.decode or 0) > 2:
+            raise ConfigError("replica 2 needs 1 more GPU")
+        asked.append(wanted)
+        running.frontend.client.update(ReplicaRoles({1: "decode"}))
         running.frontend.client.update(ReplicaStarting(1, "tcp://10.0.0.2:1"))
 
     async with run_server(config, admin_key=("secret",), shutdown_timeout=7.0) as running:
@@ -361,14 +376,20 @@ async def test_their_number_is_changed_with_an_admin_key_only(
         running.frontend.ask_resize = resize
         answer = await post(running, "/replicas", body, 202)
         assert answer["data_parallel_size"] == 2
-        assert [(each["host"], each["state"]) for each in answer["replicas"]] == [
-            ("localhost", "up"),
-            ("10.0.0.2", "loading"),
+        assert [(each["host"], each["state"], each["role"]) for each in answer["replicas"]] == [
+            ("localhost", "up", "any"),
+            ("10.0.0.2", "loading", "decode"),
         ]
         await post(running, "/replicas", {**body, "drain_timeout_seconds": 0}, 202)
-        assert asked == [(2, 7.0), (2, 0.0)]
-        refused = await post(running, "/replicas", {"data_parallel_size": 3}, 400)
-        assert refused["error"]["message"] == "replica 2 needs 1 more GPU"
+        await post(running, "/replicas", {"prefill_replicas": 1, "decode_replicas": 1}, 202)
+        await post(running, "/replicas", {"prefill_replicas": 0}, 202)
+        assert asked == [Resize(2, 7.0), Resize(2, 0.0), Resize(None, 7.0, 1, 1), Resize(None, 7.0, 0)]
+        for name, number in (("prefill_replicas", -1), ("decode_replicas", 0), ("decode_replicas", 1025)):
+            refused = await post(running, "/replicas", {name: number}, 400)
+            assert refused["error"]["param"] == name
+        for names in (["data_parallel_size"], ["decode_replicas"], ["prefill_replicas", "decode_replicas"]):
+            refused = (await post(running, "/replicas", dict.fromkeys(names, 3), 400))["error"]
+            assert (refused["message"], refused["param"]) == ("replica 2 needs 1 more GPU", names[0])
         for wrong in ({"data_parallel_size": size} for size in (0, -1, 1025, 10**30, 1.5, "2", True, None)):
             refused = await post(running, "/replicas", wrong, 400)
             assert refused["error"]["param"] == "data_parallel_size"

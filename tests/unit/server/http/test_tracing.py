@@ -458,6 +458,27 @@ def test_a_sequence_that_is_moved_has_no_error(monkeypatch: pytest.MonkeyPatch) 
     assert dict(event.attributes or {}) == {REPLICA: 1, "quire.reason": "replica 1 is to be removed"}
 
 
+def test_a_sequence_that_is_handed_over_has_a_decode_on_one_replica() -> None:
+    sequence = made("length", SamplingParams(max_tokens=2))
+    sequence.place(1)
+    sequence.receive(EngineCoreOutput("r", [5], running_seconds=2.0, is_handed_over=True), 103.0)
+    sequence.leave("handed_over", "replica 1 has computed the prompt")
+    sequence.place(0)
+    sequence.receive(EngineCoreOutput("r", [6], running_seconds=1.0), 106.0)
+    found = ended(sequence, 108.0, RequestTimes(8.0, 1.0, 2.0, 5.0, 3))
+    assert [(span.name, attributes(span).get(REPLICA), *seconds(span)) for span in found] == [
+        ("queue", 1, 100.0, 101.0),
+        ("prefill", 1, 101.0, 103.0),
+        ("queue", 0, 103.0, 105.0),
+        ("prefill", 0, 105.0, 106.0),
+        ("decode", 0, 106.0, 108.0),
+        ("chat m", None, 100.0, 108.0),
+    ]
+    assert {span.status.status_code for span in found} == {StatusCode.UNSET}
+    (event,) = found[-1].events
+    assert (event.name, event.timestamp / 1e9) == ("handed_over", 103.0)
+
+
 async def test_a_beam_search_has_one_span(config: EngineConfig, spans: Spans) -> None:
     beams = {**HELLO, "use_beam_search": True, "n": 2, "max_tokens": 3}
     async with spans.of_server(config, request_timeout=2) as server:

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.server.client.engine_client import QueueFull
+from quire.server.client.admission import QueueFull
 from quire.server.config.server_options import RestartPolicy
 from quire.server.openai.completions import CompletionRequest
 from quire.server.openai.embeddings import EmbeddingRequest

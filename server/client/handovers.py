@@ -1,0 +1,69 @@
+"""Requests whose prompt one replica computes, and that another one, their *successor*, expects and continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from quire.engine.protocol.engine_core import AbortRequests, EngineCoreOutput, ToCore
+from quire.server.client.metrics import Metrics
+from quire.server.client.router import Router
+from quire.server.client.running_request import RunningRequest
+
+
+class HandOvers:
+    """Owns `RunningRequest.successor` and `handed_over_at`: tells replicas what they will continue, and counts it."""
+
+    def __init__(
+        self, running: Mapping[str, RunningRequest], metrics: Metrics, send: Callable[[ToCore, int], None]
+    ) -> None:
+        """`running` are the unfinished requests; `send` sends a message to a replica."""
+        self._running, self._metrics, self._send = running, metrics, send
+        self.router: Router | None = None
+        """None: there has been only one replica."""
+
+    def expect(self, running: RunningRequest, successor: int | None) -> None:
+        """Let this replica expect a request that was placed, and no other one any more."""
+        former, running.successor = running.successor, successor
+        request_id = running.submit.request_id
+        if former is not None and former not in (successor, running.replica):
+            self._send(AbortRequests([request_id]), former)
+            running.leaving.add(former)
+        if running.placed is not None and successor not in (None, former):
+            media = [msgspec.structs.replace(item, data=None) for item in running.placed.media]
+            expected = msgspec.structs.replace(running.placed, hands_over=False, is_expected=True, media=media)
+            self._send(expected, successor)
+
+    def forget_successor(self, replica: int) -> None:
+        """No request continues on a replica after its first token any more."""
+        for request_id, running in self._running.items():
+            if running.successor == replica:
+                self.expect(running, None)
+                if self.router is not None:
+                    self.router.forget_successor(request_id)
+
+    def take(self, running: RunningRequest) -> None:
+        """Note that a request is being sent to its successor."""
+        assert self.router is not None
+        self.router.hand_over(running.submit.request_id)
+        running.successor, running.num_resumed = None, len(running.delivered)
+
+    def on_handed_over(self, running: RunningRequest, replica: int, now: float) -> None:
+        """Count a request that this replica has handed over, once it was sent to the next one. It does not count if it
+        stays, or waits, or goes to a replica that will hand it over in its turn."""
+        if running.replica not in (None, replica) and running.successor is None:
+            running.handed_over_at = now
+            self._metrics.count(replica, "requests_handed_over", 1)
+
+    def on_output(self, running: RunningRequest, output: EngineCoreOutput, replica: int, now: float) -> None:
+        """Count the first output after a hand-over."""
+        if running.handed_over_at is None or not output.token_ids:
+            return
+        self._metrics.observe(replica, "handover_time_seconds", now - running.handed_over_at)
+        num_prompt_tokens, running.handed_over_at = len(running.submit.prompt_token_ids), None
+        self._metrics.count(replica, "handed_over_tokens", output.num_cached_tokens)
+        recomputed = max(0, num_prompt_tokens - output.num_cached_tokens)
+        self._metrics.count(replica, "handed_over_tokens_recomputed", recomputed)
+        if self.router is not None:
+            self.router.on_continued(output.request_id, recomputed / num_prompt_tokens)

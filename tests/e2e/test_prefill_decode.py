@@ -1,0 +1,200 @@
+"""Prompts that a prefill replica of a real server computes, and a decode replica continues; each side is killed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.serving import Server, serve
+
+pytestmark = pytest.mark.slow
+FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", str(32 << 20), "--max-num-seqs", "16")
+ROLES = ("--prefill-replicas", "1", "--decode-replicas", "1", "--kv-offloading-size", "0.2")
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+_RNG = random.Random(0)
+PROMPTS = [_RNG.choices(range(300, 1500), k=400 + 37 * number) for number in range(6)]
+BODIES: list[dict[str, Any]] = [
+    {**GREEDY, "prompt": PROMPTS[0], "max_tokens": 24, "logprobs": 2},
+    {**GREEDY, "prompt": PROMPTS[1], "max_tokens": 24, "prompt_logprobs": 1},
+    {"prompt": PROMPTS[2], "max_tokens": 24, "temperature": 1.0, "seed": 3, "n": 3},
+    {**GREEDY, "prompt": PROMPTS[3], "max_tokens": 1},
+    {**GREEDY, "prompt": PROMPTS[4], "max_tokens": 24, "structured_outputs": {"regex": "[ab ]{12,}"}},
+    {**GREEDY, "prompt": PROMPTS[5], "max_tokens": 24, "frequency_penalty": 0.5, "stop_token_ids": [7]},
+]
+"""Requests whose prompts are worth to be computed apart."""
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Return when it holds; otherwise the test hangs."""
+    while not condition():
+        time.sleep(0.02)
+
+
+def metrics(server: Server, name: str, **labels: str) -> float:
+    """The sum of a metric's samples with these labels."""
+    text = httpx.get(f"{server.url}/metrics").text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"quire:{name}" and labels.items() <= sample.labels.items()
+    )
+
+
+def answer(server: Server, body: dict[str, Any]) -> list[Any]:
+    """The choices, without what depends on where they were computed."""
+    found = httpx.post(f"{server.url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120)
+    assert found.status_code == 200, found.text
+    return [
+        (each["token_ids"], each["finish_reason"], _rounded(each["logprobs"]), _rounded(each.get("prompt_logprobs")))
+        for each in found.json()["choices"]
+    ]
+
+
+def _rounded(found: Any) -> Any:
+    """Numbers to three digits: batches round differently."""
+    match found:
+        case float():
+            return round(found, 3) + 0.0
+        case dict():
+            return {key: _rounded(value) for key, value in found.items()}
+        case list():
+            return [_rounded(value) for value in found]
+    return found
+
+
+@dataclass
+class Stream:
+    """An answer that arrives in a thread."""
+
+    server: Server
+    prompt: list[int]
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        self.tokens: list[int] = []
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        body = {
+            **GREEDY,
+            "prompt": self.prompt,
+            "max_tokens": self.num_tokens,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        with httpx.stream("POST", f"{self.server.url}/v1/completions", json=body, timeout=120) as lines:
+            for line in lines.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    for choice in event["choices"]:
+                        self.tokens += choice["token_ids"]
+
+    def all(self) -> list[int]:
+        self.thread.join()
+        return self.tokens
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[tuple[list[Any], list[list[int]]]]:
+    """The answers of one replica: to all bodies, and long ones to all prompts."""
+    with serve(*FLAGS) as server:
+        yield [answer(server, body) for body in BODIES], [Stream(server, prompt, 200).all() for prompt in PROMPTS]
+
+
+def test_answers_are_those_of_one_replica(expected: tuple[list[Any], list[list[int]]]) -> None:
+    with serve(*FLAGS, *ROLES) as server:
+        until(lambda: metrics(server, "kv_store_up"))
+        roles = [each["role"] for each in httpx.get(f"{server.url}/replicas").json()["replicas"]]
+        assert roles == ["prefill", "decode"]
+        assert [answer(server, body) for body in BODIES] == expected[0]
+        moved = sum(body.get("n", 1) for body in BODIES if body["max_tokens"] > 1)
+        assert metrics(server, "requests_handed_over_total", engine="0") == moved
+        assert metrics(server, "handover_time_seconds_count", engine="1") == moved
+        loaded = metrics(server, "handed_over_tokens_total", engine="1")
+        recomputed = metrics(server, "handed_over_tokens_recomputed_total", engine="1")
+        assert recomputed <= 16 * moved, "at most a block of each"
+        assert loaded + recomputed >= sum(
+            len(body["prompt"]) * body.get("n", 1) for body in BODIES if body["max_tokens"] > 1
+        )
+        with concurrent.futures.ThreadPoolExecutor(len(BODIES)) as threads:
+            assert [*threads.map(lambda body: answer(server, body), BODIES)] == expected[0]
+
+
+def test_a_proxy_does_the_same_with_two_servers(expected: tuple[list[Any], list[list[int]]]) -> None:
+    """As vLLM's example of a proxy does it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = ("--kv-offloading-size", "0.2", "--cluster-token", "a token of both servers")
+    env = os.environ | {"QUIRE_HOST_IP": "127.0.0.1"}
+    with (
+        serve(*FLAGS, *store, "--kv-peer-port", str(port), env=env) as first,
+        serve(*FLAGS, *store, "--kv-peers", f"127.0.0.1:{port}", env=env) as second,
+    ):
+        until(lambda: metrics(first, "kv_store_up") and metrics(second, "kv_store_peers_up") == 1)
+        loaded: list[int] = []
+        for prompt, tokens in zip(PROMPTS, expected[1], strict=True):
+            body = {**GREEDY, "prompt": prompt, "max_tokens": 24, "return_token_ids": True}
+            asked = body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+            params = httpx.post(f"{first.url}/v1/completions", json=asked, timeout=120).json()["kv_transfer_params"]
+            assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", port)
+            given = body | {"kv_transfer_params": params}
+            found = httpx.post(f"{second.url}/v1/completions", json=given, timeout=120).json()
+            assert found["choices"][0]["token_ids"] == tokens[:24]
+            details = found["usage"]["prompt_tokens_details"].get("cached_tokens_details", {"peer": 0})
+            loaded.append(details["peer"])
+        assert max(loaded) >= 256, "the machine may be too busy for some"
+
+
+@pytest.mark.parametrize("lost", ["quire-core-0", "quire-core-1", "quire-kv-store"])
+def test_either_side_may_be_killed(lost: str, expected: tuple[list[Any], list[list[int]]]) -> None:
+    with serve(*FLAGS, *ROLES) as server:
+        until(lambda: metrics(server, "kv_store_up"))
+        streams = [Stream(server, prompt, 200) for prompt in PROMPTS]
+        until(lambda: any(stream.tokens for stream in streams))  # some prompts are computed, others wait
+        os.kill(server.named(lost).pid, signal.SIGKILL)
+        assert [stream.all() for stream in streams] == expected[1]
+        assert [answer(server, body) for body in BODIES] == expected[0]
+
+
+def test_roles_change_while_requests_run_in_several_layouts(expected: tuple[list[Any], list[list[int]]]) -> None:
+    """All API processes follow."""
+    layout = ("--prefill-tensor-parallel-size", "2", "--api-server-count", "2", "--admin-key", "secret")
+    with serve(*FLAGS, *ROLES, *layout) as server:
+        until(lambda: metrics(server, "kv_store_up"))
+        streams = [Stream(server, prompt, 200) for prompt in PROMPTS]
+        for number, body in enumerate(
+            (
+                {"prefill_replicas": 0},
+                {"prefill_replicas": 1},
+                {"decode_replicas": 2},
+                {"data_parallel_size": 3, "prefill_replicas": 2},
+            )
+        ):
+            until(lambda number=number: sum(len(stream.tokens) for stream in streams) >= 100 * number)  # type: ignore[misc]
+            admin = {"Authorization": "Bearer secret"}
+            assert httpx.post(f"{server.url}/replicas", json=body, headers=admin).status_code == 202
+        assert [stream.all() for stream in streams] == expected[1]
+        assert [answer(server, body) for body in BODIES] == expected[0]
+        assert metrics(server, "requests_handed_over_total") > 0
+        until(lambda: metrics(server, "replicas", state="up") == 3)
+        for _ in range(8):  # of any API process
+            replicas = httpx.get(f"{server.url}/replicas").json()["replicas"]
+            assert [each["role"] for each in replicas] == ["prefill", "prefill", "decode"]
+            assert [each["tensor_parallel_size"] for each in replicas] == [2, 1, 1]
