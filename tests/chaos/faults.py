@@ -380,6 +380,15 @@ def _can_resize(layout: Layout) -> bool:
     return "-dp" in layout.flags and not layout.others and not layout.has_experts
 
 
+def _change_roles(attack: Attack) -> None:
+    """Let replicas change their roles while they run: one more or fewer computes prompts, or none does."""
+    for prefill, decode in ((2, 1), (0, 3), (1, 2)):
+        asked = {"prefill_replicas": prefill, "decode_replicas": decode}
+        httpx.post(_url(attack), json=asked, headers=KEY, timeout=60).raise_for_status()
+        _until(lambda: _states(attack) == ["up"] * 3, "there are no 3 replicas")
+        attack.hold()
+
+
 # --- tiers --------------------------------------------------------------------------------------------------------
 
 
@@ -497,6 +506,7 @@ FAULTS: dict[str, Callable[[Attack], None]] = {
     "lose host": _lose_host,
     "leave": _leave,
     "resize": _resize,
+    "change roles": _change_roles,
     "kill kv store": _kill("quire-kv-store"),
     "stop kv store": _stop("quire-kv-store"),
     "pause kv store": _pause("quire-kv-store"),
@@ -520,8 +530,10 @@ _OF_HOSTS = {"cut", "long cut", "slow cable", "lose host", "leave"}
 def applicable(system: System) -> tuple[list[str], list[str]]:
     """The faults that a layout can have, and the faults that this machine cannot make, with the reason."""
     flags, missing = system.layout.flags, []
-    left_out = set() if {"-tp", "-pp"} & {*flags} else set(_OF_RANKS)
-    left_out |= set() if "-dp" in flags else _OF_REPLICAS
+    has_roles = system.layout.has_roles
+    left_out = set() if {"-tp", "-pp"} & {*flags} or has_roles else set(_OF_RANKS)
+    left_out |= set() if "-dp" in flags or has_roles else _OF_REPLICAS
+    left_out |= set() if has_roles else {"change roles"}
     left_out |= {"full shm"} if system.layout.sees else _OF_MEDIA
     left_out |= set() if system.layout.adapts else _OF_ADAPTERS
     left_out |= set() if system.layout.has_tiers else _OF_TIERS

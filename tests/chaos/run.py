@@ -180,6 +180,8 @@ def _check_tiers(attacked: System, report: Report) -> str:
     metric = r'quire:prompt_tokens_cached_by_source_total\{.*source="(host|disk)".*\} (\S+)'
     for source, count in re.findall(metric, text):
         found[source] += int(float(count))
+    handed_over = sum(float(count) for count in re.findall(r"quire:requests_handed_over_total\{.*\} (\S+)", text))
+    found |= {"handed-over requests": int(handed_over)} if attacked.layout.has_roles else {}
     report.problems += [f"no tokens were loaded from {source}" for source, count in found.items() if not count]
     return f"loaded tokens: {found}"
 

@@ -70,6 +70,8 @@ class Layout:
     sees: bool = False
     adapts: bool = False
     has_tiers: bool = False
+    has_roles: bool = False
+    """Replica 0 computes prompts for the others."""
 
 
 LAYOUTS = {
@@ -112,6 +114,12 @@ LAYOUTS = {
         ),
         Layout("adapters", ("-dp", "2", "--api-server-count", "2", *_ADAPTERS), adapts=True),
         Layout("tiers", ("-dp", "2", "-tp", "2"), has_tiers=True),
+        Layout(
+            "prefill-decode",
+            ("--prefill-replicas", "1", "--decode-replicas", "2", "--prefill-tensor-parallel-size", "2"),
+            has_tiers=True,
+            has_roles=True,
+        ),
         Layout("embeddings", ("--runner", "pooling", "-dp", "2"), embeds=True),
     )
 }

@@ -35,6 +35,10 @@ pytestmark = pytest.mark.slow
         ("pictures", ["kill core and media", "kill api and media", "kill rank", "kill decoders", "kill fetcher"]),
         ("adapters", ["reload adapter", "unload adapter", "reload and kill core", "reload and kill api", "kill cores"]),
         ("tiers", ["kill core and kv store", "stop kv store", "full kv disk", "damage kv files", "kill rank"]),
+        (
+            "prefill-decode",
+            ["kill core twice", "stop core", "pause core", "kill rank", "kill core and kv store", "change roles"],
+        ),
         ("hosts", ["cut", "long cut", "lose host", "slow cable", "kill cores", "leave"]),
     ],
 )
