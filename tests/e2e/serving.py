@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
 
+import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 _SERVING = re.compile(r"serving .* on (http://\S+)")
 
@@ -36,6 +38,16 @@ class Server:
         # What a process starts is a copy of it at first, with its name.
         (process,) = (process for process in named if process.ppid() not in {each.pid for each in named})
         return process
+
+    def metrics(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"quire:{name}" and labels.items() <= sample.labels.items()
+        )
 
 
 def quire(*arguments: str) -> list[str]:

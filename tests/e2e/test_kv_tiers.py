@@ -6,19 +6,18 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from quire import LLM, SamplingParams
 from quire.engine.core.launch import reserve_ports, socket_port
 from tests.e2e.serving import Server, quire, serve
-from tests.e2e.test_replicas import free_port, run
+from tests.e2e.test_replicas import free_port, run, until
 
 pytestmark = pytest.mark.slow
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20))
@@ -26,23 +25,6 @@ PROMPT = random.Random(0).choices(range(300, 1500), k=1000)
 NUM_BLOCKS = len(PROMPT) // 16
 SHARED = 16 * NUM_BLOCKS
 """Tokens of the prompt in full blocks."""
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Return when it holds; otherwise the test hangs."""
-    while not condition():
-        time.sleep(0.02)
-
-
-def metrics(server: Server, name: str, **labels: str) -> float:
-    """The sum of a metric's samples with these labels."""
-    text = httpx.get(f"{server.url}/metrics").text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == f"quire:{name}" and labels.items() <= sample.labels.items()
-    )
 
 
 class Answer:
@@ -71,12 +53,12 @@ def store(server: Server, expected: str, salts: Sequence[str | None] = (None,)) 
     """Ask replica 0 until the store has the prompt with all salts: at first, the core may not know that the store is
     up."""
     count = NUM_BLOCKS * len(salts)
-    while metrics(server, "kv_store_entries", tier="memory") < count:
+    while server.metrics("kv_store_entries", tier="memory") < count:
         forget(server)
         for salt in salts:
             assert Answer(server, salt=salt).text == expected
         deadline = time.monotonic() + 3.0
-        while time.monotonic() < deadline and metrics(server, "kv_store_entries", tier="memory") < count:
+        while time.monotonic() < deadline and server.metrics("kv_store_entries", tier="memory") < count:
             time.sleep(0.02)
 
 
@@ -90,19 +72,19 @@ def expected() -> Iterator[str]:
 def test_a_server_that_starts_again_finds_its_prefixes(tmp_path: Path, expected: str) -> None:
     tiers = ("--kv-offloading-size", "0.1", "--kv-disk", f"{tmp_path}/kv:0.5")
     with serve(*FLAGS, *tiers) as server:
-        until(lambda: metrics(server, "kv_store_up"))  # blocks of earlier requests are not stored
+        until(lambda: server.metrics("kv_store_up"))  # blocks of earlier requests are not stored
         first = Answer(server)
         assert (first.text, first.cached) == (expected, 0)
-        until(lambda: metrics(server, "kv_stored_blocks_total") >= NUM_BLOCKS)
+        until(lambda: server.metrics("kv_stored_blocks_total") >= NUM_BLOCKS)
         forget(server)
         loaded = Answer(server)
         assert loaded.text == expected
         assert loaded.tiers == {"device": 0, "host": SHARED, "disk": 0, "peer": 0}
-        assert metrics(server, "prompt_tokens_cached_by_source_total", source="host") == SHARED
+        assert server.metrics("prompt_tokens_cached_by_source_total", source="host") == SHARED
         assert Answer(server).tiers["device"] == SHARED
     # The same weights, divided in another way.
     with serve(*FLAGS, *tiers, "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2") as server:
-        until(lambda: metrics(server, "kv_store_entries", tier="disk") >= NUM_BLOCKS)
+        until(lambda: server.metrics("kv_store_entries", tier="disk") >= NUM_BLOCKS)
         warm = Answer(server)
         assert warm.text == expected
         assert warm.tiers == {"device": 0, "host": 0, "disk": SHARED, "peer": 0}
@@ -132,7 +114,7 @@ def test_replicas_share_a_store_and_both_may_be_killed(expected: str) -> None:
             assert Answer(server, replica).text == expected
             assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         until(lambda: any(each.name() == "quire-kv-store" and each.pid != process.pid for each in server.family()))
-        until(lambda: metrics(server, "kv_store_up") and not metrics(server, "kv_store_read_bytes_total"))  # a new one
+        until(lambda: server.metrics("kv_store_up") and not server.metrics("kv_store_read_bytes_total"))  # a new one
         forget(server)
         store(server, expected)
         again = Answer(server, 1)
@@ -152,7 +134,7 @@ def test_servers_read_from_each_other(expected: str) -> None:
         salts = iter("0123456")
         flags = (*token, "--kv-peer-port", ports[1], "--kv-peers", peers)
         with serve(*FLAGS, *flags, "--tensor-parallel-size", "2", env=env) as second:
-            until(lambda: metrics(second, "kv_store_peers_up") == 1)
+            until(lambda: second.metrics("kv_store_peers_up") == 1)
 
             def is_loaded() -> bool:
                 loaded = Answer(second, salt=next(salts))
@@ -160,14 +142,14 @@ def test_servers_read_from_each_other(expected: str) -> None:
                 return loaded.tiers == {"device": 0, "host": 0, "disk": 0, "peer": SHARED}
 
             until(is_loaded)  # the machine may be too busy for an answer in time
-            until(lambda: metrics(first, "kv_store_sent_bytes_total") > 0)
+            until(lambda: first.metrics("kv_store_sent_bytes_total") > 0)
             forget(second)
             assert Answer(second, salt="0").tiers["host"] == SHARED
             os.kill(first.named("quire-kv-store").pid, signal.SIGSTOP)
             hung = Answer(second, salt=next(salts))
             assert (hung.text, hung.cached) == (expected, 0)
             os.kill(first.named("quire-kv-store").pid, signal.SIGCONT)
-            until(lambda: metrics(second, "kv_store_peers_up") == 1)
+            until(lambda: second.metrics("kv_store_peers_up") == 1)
             forget(second, external=True)
             cleared = Answer(second, salt="6")
             assert (cleared.text, cleared.cached) == (expected, 0)
@@ -180,7 +162,7 @@ def test_hosts_of_a_server_read_from_each_other(expected: str) -> None:
     flags = (*FLAGS, "--kv-offloading-size", "0.1", "-dp", "2", "-dpl", "1", "--data-parallel-rpc-port", free_port())
     behind = quire("serve", *flags, "-dpr", "1", "--data-parallel-address", "127.0.0.1", "--headless")
     with run(*behind), serve(*flags) as server:
-        until(lambda: metrics(server, "kv_store_peers_up") >= 1)
+        until(lambda: server.metrics("kv_store_peers_up") >= 1)
         store(server, expected)
 
         def is_loaded() -> bool:
@@ -189,7 +171,7 @@ def test_hosts_of_a_server_read_from_each_other(expected: str) -> None:
             return SHARED in (answer.tiers["peer"], answer.tiers["host"])
 
         until(is_loaded)
-        until(lambda: metrics(server, "prompt_tokens_cached_by_source_total", source="peer") >= SHARED)
+        until(lambda: server.metrics("prompt_tokens_cached_by_source_total", source="peer") >= SHARED)
 
 
 def test_a_program_has_tiers_too(tmp_path: Path, expected: str) -> None:

@@ -9,16 +9,15 @@ import random
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.serving import Server, serve
+from tests.e2e.test_replicas import until
 
 pytestmark = pytest.mark.slow
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", str(32 << 20), "--max-num-seqs", "16")
@@ -34,24 +33,7 @@ BODIES: list[dict[str, Any]] = [
     {**GREEDY, "prompt": PROMPTS[4], "max_tokens": 24, "structured_outputs": {"regex": "[ab ]{12,}"}},
     {**GREEDY, "prompt": PROMPTS[5], "max_tokens": 24, "frequency_penalty": 0.5, "stop_token_ids": [7]},
 ]
-"""Requests whose prompts are worth to be computed apart."""
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Return when it holds; otherwise the test hangs."""
-    while not condition():
-        time.sleep(0.02)
-
-
-def metrics(server: Server, name: str, **labels: str) -> float:
-    """The sum of a metric's samples with these labels."""
-    text = httpx.get(f"{server.url}/metrics").text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == f"quire:{name}" and labels.items() <= sample.labels.items()
-    )
+"""Requests whose prompts are worth computing apart."""
 
 
 def answer(server: Server, body: dict[str, Any]) -> list[Any]:
@@ -119,15 +101,15 @@ def expected() -> Iterator[tuple[list[Any], list[list[int]]]]:
 
 def test_answers_are_those_of_one_replica(expected: tuple[list[Any], list[list[int]]]) -> None:
     with serve(*FLAGS, *ROLES) as server:
-        until(lambda: metrics(server, "kv_store_up"))
+        until(lambda: server.metrics("kv_store_up"))
         roles = [each["role"] for each in httpx.get(f"{server.url}/replicas").json()["replicas"]]
         assert roles == ["prefill", "decode"]
         assert [answer(server, body) for body in BODIES] == expected[0]
         moved = sum(body.get("n", 1) for body in BODIES if body["max_tokens"] > 1)
-        assert metrics(server, "requests_handed_over_total", engine="0") == moved
-        assert metrics(server, "handover_time_seconds_count", engine="1") == moved
-        loaded = metrics(server, "handed_over_tokens_total", engine="1")
-        recomputed = metrics(server, "handed_over_tokens_recomputed_total", engine="1")
+        assert server.metrics("requests_handed_over_total", engine="0") == moved
+        assert server.metrics("handover_time_seconds_count", engine="1") == moved
+        loaded = server.metrics("handed_over_tokens_total", engine="1")
+        recomputed = server.metrics("handed_over_tokens_recomputed_total", engine="1")
         assert recomputed <= 16 * moved, "at most a block of each"
         assert loaded + recomputed >= sum(
             len(body["prompt"]) * body.get("n", 1) for body in BODIES if body["max_tokens"] > 1
@@ -147,7 +129,7 @@ def test_a_proxy_does_the_same_with_two_servers(expected: tuple[list[Any], list[
         serve(*FLAGS, *store, "--kv-peer-port", str(port), env=env) as first,
         serve(*FLAGS, *store, "--kv-peers", f"127.0.0.1:{port}", env=env) as second,
     ):
-        until(lambda: metrics(first, "kv_store_up") and metrics(second, "kv_store_peers_up") == 1)
+        until(lambda: first.metrics("kv_store_up") and second.metrics("kv_store_peers_up") == 1)
         loaded: list[int] = []
         for prompt, tokens in zip(PROMPTS, expected[1], strict=True):
             body = {**GREEDY, "prompt": prompt, "max_tokens": 24, "return_token_ids": True}
@@ -165,7 +147,7 @@ def test_a_proxy_does_the_same_with_two_servers(expected: tuple[list[Any], list[
 @pytest.mark.parametrize("lost", ["quire-core-0", "quire-core-1", "quire-kv-store"])
 def test_either_side_may_be_killed(lost: str, expected: tuple[list[Any], list[list[int]]]) -> None:
     with serve(*FLAGS, *ROLES) as server:
-        until(lambda: metrics(server, "kv_store_up"))
+        until(lambda: server.metrics("kv_store_up"))
         streams = [Stream(server, prompt, 200) for prompt in PROMPTS]
         until(lambda: any(stream.tokens for stream in streams))  # some prompts are computed, others wait
         os.kill(server.named(lost).pid, signal.SIGKILL)
@@ -177,7 +159,7 @@ def test_roles_change_while_requests_run_in_several_layouts(expected: tuple[list
     """All API processes follow."""
     layout = ("--prefill-tensor-parallel-size", "2", "--api-server-count", "2", "--admin-key", "secret")
     with serve(*FLAGS, *ROLES, *layout) as server:
-        until(lambda: metrics(server, "kv_store_up"))
+        until(lambda: server.metrics("kv_store_up"))
         streams = [Stream(server, prompt, 200) for prompt in PROMPTS]
         for number, body in enumerate(
             (
@@ -187,13 +169,13 @@ def test_roles_change_while_requests_run_in_several_layouts(expected: tuple[list
                 {"data_parallel_size": 3, "prefill_replicas": 2},
             )
         ):
-            until(lambda number=number: sum(len(stream.tokens) for stream in streams) >= 100 * number)  # type: ignore[misc]
+            until(lambda number=number: sum(len(stream.tokens) for stream in streams) >= 100 * number, 240)
             admin = {"Authorization": "Bearer secret"}
             assert httpx.post(f"{server.url}/replicas", json=body, headers=admin).status_code == 202
         assert [stream.all() for stream in streams] == expected[1]
         assert [answer(server, body) for body in BODIES] == expected[0]
-        assert metrics(server, "requests_handed_over_total") > 0
-        until(lambda: metrics(server, "replicas", state="up") == 3)
+        assert server.metrics("requests_handed_over_total") > 0
+        until(lambda: server.metrics("replicas", state="up") == 3, 240)
         for _ in range(8):  # of any API process
             replicas = httpx.get(f"{server.url}/replicas").json()["replicas"]
             assert [each["role"] for each in replicas] == ["prefill", "prefill", "decode"]
