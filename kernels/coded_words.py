@@ -20,7 +20,8 @@ from quire.kernels.cache import LARGEST
 from quire.kernels.low_rank import ExpertChanges
 from quire.kernels.packed_state import Packed
 from quire.kernels.quantized import VALUES, QuantizedWeight, common_factor, round_static, values_on
-from quire.kernels.reference import act_mul, activate, add_rms_norm, mix_experts, rms_norm
+from quire.kernels.reference.elementwise import act_mul, activate, add_rms_norm, rms_norm
+from quire.kernels.reference.experts import mix_experts
 
 WORDS = 16
 """Words of a feature in a block, and inputs of a step of the tensor cores."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels.low_rank import ExpertChanges
 from quire.kernels.packed_state import Packed
 from quire.kernels.quantized import QuantizedWeight, Rounding, nearest_codes, values_on
-from quire.kernels.reference import mix_experts
+from quire.kernels.reference.experts import mix_experts
 
 FP4_CAPABILITY = (10, 0)
 """The lowest compute capability of NVIDIA GPUs that multiply 4-bit floats."""

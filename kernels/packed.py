@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.low_rank import AdapterRows, ExpertChanges, LowRankPool
-from quire.kernels.reference import act_mul, add_low_rank, mix_experts
+from quire.kernels.reference.elementwise import act_mul
+from quire.kernels.reference.experts import mix_experts
+from quire.kernels.reference.low_rank import add_low_rank
 
 INT8_ZERO = 128
 """The unsigned byte that represents 0 in quantized activations."""

@@ -60,32 +60,27 @@ def _weigh(
     is_key,
     positions,
     ends,
-    is_row,
     slope,
     biases,
-    biases_at,
-    scale,
-    softcap,
-    window,
-    num_biases,
+    terms,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SLOPES: tl.constexpr,
-    BIASES: tl.constexpr,
 ):
     """A step of the online softmax, over the keys at `place`: their weights, the factor for what was summed before,
-    the largest score and the sum of weights. If MASKED, only `is_key` before `ends` are seen."""
+    the largest score and the sum of weights. If MASKED, only `is_key` before `ends` are seen. `slope` `[ROWS]` and
+    `biases` `[ROWS]`, where each row's begin and which rows have some, or None; `terms` as in `_attend`."""
+    scale, softcap, window, num_biases = terms
     scores *= scale
     if SOFTCAP:  # tanh(x) = 2 sigmoid(2 x) - 1
         scores = softcap * (2.0 * tl.sigmoid(scores) - 1.0)
     distance = place[None, :] - positions[:, None]
-    if SLOPES:
+    if slope is not None:
         scores += slope[:, None] * distance.to(tl.float32)
-    if BIASES:
+    if biases is not None:
         number = distance + (num_biases - 1)
-        has_bias = is_row[:, None] & (number >= 0) & (distance <= 0)
-        bias = tl.load(biases + biases_at[:, None] + number, mask=has_bias, other=0.0)
+        has_bias = biases[1][:, None] & (number >= 0) & (distance <= 0)
+        bias = tl.load(biases[0][:, None] + number, mask=has_bias, other=0.0)
         scores += bias.to(tl.float32) * 1.4426950408889634
     if MASKED:
         scores = tl.where((place[None, :] < ends[:, None]) & is_key[None, :], scores, float("-inf"))
@@ -102,31 +97,23 @@ def _weigh(
 @triton.jit
 def _attend(
     query,
-    cache,
-    row_scales,
-    table,
-    slopes,
-    biases,
-    rows_at,
+    memory,
+    kv_head,
+    strides,
+    token,
     heads_at,
-    biases_at,
+    is_row,
     positions,
     ends,
-    is_row,
     begin,
     seen_by_all,
     end,
-    scale,
-    softcap,
-    window,
-    num_biases,
-    cache_side,
-    cache_block,
-    cache_row,
+    slopes,
+    biases,
+    terms,
+    of_rows,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SLOPES: tl.constexpr,
-    BIASES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     FIRST: tl.constexpr,
@@ -134,7 +121,9 @@ def _attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    RECENT_KEYS: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    INT4: tl.constexpr,
     ONE_SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -144,217 +133,118 @@ def _attend(
     Features are split into those before SPLIT and the others, padded to FIRST and REST (each a power of two; REST may
     be 0), so that no head size is padded to nearly twice its size. Every query sees the keys before `seen_by_all`,
     unless a window hides them, so these need no mask, and none sees keys beyond its own of `ends` `[ROWS]`. Scores are
-    exponents of 2: `scale` and `softcap` include that factor; with a cap, `scale` is multiplied by `2 / cap`.
+    exponents of 2: the scale and the soft-cap include that factor; with a cap, the scale is multiplied by `2 / cap`.
+
+    With INT4, a query sees its own block, up to itself, among the recent ones, and those before it as 4-bit numbers.
+    The first query is at `seen_by_all - 1`; the last one at `end - 1`, or `end` is in a block before the first one's.
+    Keys of a block are taken in the order of their bytes, two from each: those of a tile of bytes, and then those half
+    a block later. So `begin` is where a block begins, or tiles after that.
+
+    `memory` is the cache, its scales, the recent blocks, the slots there of the queries from the first one on, and the
+    table; `strides` are of the cache (of tensors, blocks, heads, rows) and of the recent blocks; `terms` are the scale,
+    the soft-cap, the window and the number of biases; `of_rows` are the strides of the query and of biases, from one
+    token's, and one head's, to the next one's.
     """
-    q_first, q_rest = _load(query + rows_at, is_row, 0, FIRST, SPLIT, True), 0.0
+    cache, scales, recent, recent_slots, table = memory
+    cache_side, cache_block, cache_head, cache_row, recent_side, recent_block, recent_head, recent_row = strides
+    query_token, query_head, biases_token, biases_head = of_rows
+    cache += kv_head.to(tl.int64) * cache_head
+    scales += kv_head.to(tl.int64) * (cache_head // (2 if INT4 else 4))
+    rows = query + token * query_token + heads_at * query_head
+    q_first, q_rest = _load(rows, is_row, 0, FIRST, SPLIT, True), 0.0
     kind: tl.constexpr = q_first.dtype
     out_first, out_rest = tl.zeros([ROWS, FIRST], tl.float32), 0.0
     if REST:
-        q_rest = _load(query + rows_at, is_row, SPLIT, REST, HEAD_DIM, True)
+        q_rest = _load(rows, is_row, SPLIT, REST, HEAD_DIM, True)
         out_rest = tl.zeros([ROWS, REST], tl.float32)
-    slope = tl.zeros([ROWS], tl.float32)
-    if SLOPES:
+    slope, bias = None, None
+    if slopes is not None:
         slope = tl.load(slopes + heads_at, mask=is_row, other=0.0) * 1.4426950408889634
+    if biases is not None:
+        bias = biases + token * biases_token + heads_at * biases_head, is_row
     greatest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     unit = tl.full([], 1e-30, tl.float32)  # unit of float16 sums: the largest scale so far, to avoid underflow
-    whole = begin + tl.maximum(seen_by_all - begin, 0) // KEYS * KEYS
-    for MASKED in tl.static_range(2):
-        for start in range(whole if MASKED else begin, end if MASKED else whole, KEYS):
-            place = start + tl.arange(0, KEYS)
-            is_key = place < end
-            if SLOTS:  # the table has the slot of each key
-                slot = tl.load(table + place, mask=is_key, other=0)
-                block, offset = (slot // BLOCK).to(tl.int64), (slot % BLOCK).to(tl.int32)
+    first, stop = seen_by_all - 1, end
+    own, own_blocks = first // BLOCK * BLOCK, positions // BLOCK * BLOCK
+    if INT4:
+        recent += kv_head.to(tl.int64) * recent_head
+        seen_by_all, end = own, tl.maximum(tl.minimum(own, end), (end - 1) // BLOCK * BLOCK)
+    whole = begin + tl.maximum(tl.minimum(seen_by_all, end) - begin, 0) // KEYS * KEYS
+    # Keys that all queries see; those that need masks; with INT4, the queries' own blocks, one by one.
+    for PASS in tl.static_range(3 if INT4 else 2):
+        for start in range(
+            begin if PASS == 0 else whole if PASS == 1 else own,
+            whole if PASS == 0 else end if PASS == 1 else stop,
+            BLOCK if PASS == 2 else KEYS,
+        ):
+            if INT4 and PASS < 2:
+                pair = start // 2 + tl.arange(0, KEYS // 2)
+                is_key = pair < end // 2
+                block, offset = pair // (BLOCK // 2), pair % (BLOCK // 2)
+                # Triton 3.9 does not compile copies of 16 bytes here. Bytes of small blocks are loaded one by one.
+                offset = tl.max_contiguous(offset, 8 if BLOCK % 16 == 0 else 1)
+                base = tl.load(table + block, mask=is_key, other=0).to(tl.int64) * cache_block
+                both_first = int4_keys(cache, scales, base, offset, is_key, 0, FIRST, SPLIT, HEAD_DIM, BLOCK)
+                both_rest = int4_keys(cache, scales, base, offset, is_key, SPLIT, REST, HEAD_DIM, HEAD_DIM, BLOCK)
+            elif INT4:
+                column = tl.arange(0, RECENT_KEYS)
+                place = start + column
+                is_key = (column < BLOCK) & (place < stop)
+                slot = tl.maximum(tl.load(recent_slots + tl.maximum(start - first, 0)), 0)
+                at, side = recent + slot // BLOCK * recent_block + column * recent_row, recent_side
             else:
-                block = tl.load(table + place // BLOCK, mask=is_key, other=0).to(tl.int64)
-                offset = place % BLOCK
-            at = cache + block * cache_block + offset * cache_row
-            k_first = _load(at, is_key, 0, FIRST, SPLIT, MASKED).to(kind)
-            scores, k_rest = tl.dot(q_first, tl.trans(k_first), input_precision=PRECISION), k_first
-            if REST:
-                k_rest = _load(at, is_key, SPLIT, REST, HEAD_DIM, MASKED).to(kind)
-                scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
-            if QUANTIZED:
-                scale_at = row_scales + block * (cache_block // 4) + BLOCK * HEAD_DIM // 4 + offset
-                scores *= tl.load(scale_at, mask=is_key, other=0.0)[None, :]
-            weights, keep, greatest, total = _weigh(
-                scores,
-                greatest,
-                total,
-                place,
-                is_key,
-                positions,
-                ends,
-                is_row,
-                slope,
-                biases,
-                biases_at,
-                scale,
-                softcap,
-                window,
-                num_biases,
-                MASKED,
-                WINDOW,
-                SOFTCAP,
-                SLOPES,
-                BIASES,
-            )
-            if QUANTIZED:
-                of_value = tl.load(scale_at + cache_side // 4, mask=is_key, other=0.0)
-                if kind == tl.float16:
-                    units = tl.maximum(unit, tl.max(of_value, axis=0))
-                    of_value, keep, unit = of_value / units, keep * (unit / units), units
-                weights *= of_value[None, :]
-            v_first, v_rest = k_first, k_rest
-            if not ONE_SIDE:
-                v_first = _load(at + cache_side, is_key, 0, FIRST, SPLIT, MASKED).to(kind)
-            out_first = tl.dot(weights.to(kind), v_first, out_first * keep[:, None], input_precision=PRECISION)
-            if REST:
-                if not ONE_SIDE:
-                    v_rest = _load(at + cache_side, is_key, SPLIT, REST, HEAD_DIM, MASKED).to(kind)
-                out_rest = tl.dot(weights.to(kind), v_rest, out_rest * keep[:, None], input_precision=PRECISION)
-    if QUANTIZED and kind == tl.float16:
-        out_first, out_rest = out_first * unit, out_rest * unit
-    return greatest, total, out_first, out_rest
-
-
-@triton.jit
-def _attend_int4(
-    query,
-    cache,
-    halves,
-    recent,
-    recent_slots,
-    table,
-    slopes,
-    biases,
-    rows_at,
-    heads_at,
-    biases_at,
-    positions,
-    is_row,
-    begin,
-    end,
-    first,
-    stop,
-    scale,
-    softcap,
-    window,
-    num_biases,
-    cache_block,
-    recent_side,
-    recent_block,
-    recent_row,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SLOPES: tl.constexpr,
-    BIASES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    RECENT_KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """As `_attend`, over 4-bit numbers: the blocks from `begin` to `end` that are before each query's own, and the
-    query's own block up to the query, which is among the recent ones.
-
-    The keys of a block are taken in the order of their bytes, two from each: those of a tile of bytes, and then those
-    half a block later. So `begin` and `end` are where a block begins, or tiles after that. The blocks before that of
-    position `first` are seen by all queries; `recent_slots` starts with that position's. `stop` is the position after
-    the last query, or 0: no recent block is read. Features are split into halves, padded to WIDTH.
-    """
-    HALF: tl.constexpr = HEAD_DIM // 2
-    PAIRS: tl.constexpr = BLOCK // 2
-    q_first = _load(query + rows_at, is_row, 0, WIDTH, HALF, True)
-    q_rest = _load(query + rows_at, is_row, HALF, WIDTH, HEAD_DIM, True)
-    kind: tl.constexpr = q_first.dtype
-    out_first, out_rest = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
-    slope = tl.zeros([ROWS], tl.float32)
-    if SLOPES:
-        slope = tl.load(slopes + heads_at, mask=is_row, other=0.0) * 1.4426950408889634
-    greatest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    ends = positions // BLOCK * BLOCK
-    whole = begin + tl.maximum(tl.minimum(first // BLOCK * BLOCK, end) - begin, 0) // KEYS * KEYS
-    for MASKED in tl.static_range(2):
-        for start in range(whole if MASKED else begin, end if MASKED else whole, KEYS):
-            pair = start // 2 + tl.arange(0, KEYS // 2)
-            is_key = pair < end // 2
-            block, place = pair // PAIRS, pair % PAIRS
-            # Triton 3.9 does not compile copies of 16 bytes here. Bytes of small blocks are loaded one by one.
-            place = tl.max_contiguous(place, 8 if PAIRS % 8 == 0 else 1)
-            base = tl.load(table + block, mask=is_key, other=0).to(tl.int64) * cache_block
-            k_first = int4_keys(cache, halves, base, place, is_key, 0, WIDTH, HALF, HEAD_DIM, BLOCK)
-            k_rest = int4_keys(cache, halves, base, place, is_key, HALF, WIDTH, HEAD_DIM, HEAD_DIM, BLOCK)
-            for LATER in tl.static_range(2):
-                offset = place + LATER * PAIRS
-                scores = tl.dot(q_first, int4_numbers(k_first, LATER).to(kind), input_precision=PRECISION)
-                scores = tl.dot(q_rest, int4_numbers(k_rest, LATER).to(kind), scores, input_precision=PRECISION)
+                place = start + tl.arange(0, KEYS)
+                is_key = place < end
+                if SLOTS:  # the table has the slot of each key
+                    slot = tl.load(table + place, mask=is_key, other=0)
+                    block, offset = (slot // BLOCK).to(tl.int64), (slot % BLOCK).to(tl.int32)
+                else:
+                    block = tl.load(table + place // BLOCK, mask=is_key, other=0).to(tl.int64)
+                    offset = place % BLOCK
+                at, side = cache + block * cache_block + offset * cache_row, cache_side
+            for LATER in tl.static_range(2 if INT4 and PASS < 2 else 1):
+                if INT4 and PASS < 2:
+                    later = offset + LATER * (BLOCK // 2)
+                    place = block * BLOCK + later
+                    scores = tl.dot(q_first, int4_numbers(both_first, LATER).to(kind), input_precision=PRECISION)
+                    scores = tl.dot(q_rest, int4_numbers(both_rest, LATER).to(kind), scores, input_precision=PRECISION)
+                else:
+                    k_first = _load(at, is_key, 0, FIRST, SPLIT, PASS > 0).to(kind)
+                    scores, k_rest = tl.dot(q_first, tl.trans(k_first), input_precision=PRECISION), k_first
+                    if REST:
+                        k_rest = _load(at, is_key, SPLIT, REST, HEAD_DIM, PASS > 0).to(kind)
+                        scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
+                if QUANTIZED:
+                    scale_at = scales + block * (cache_block // 4) + BLOCK * HEAD_DIM // 4 + offset
+                    scores *= tl.load(scale_at, mask=is_key, other=0.0)[None, :]
                 weights, keep, greatest, total = _weigh(
-                    scores,
-                    greatest,
-                    total,
-                    block * BLOCK + offset,
-                    is_key,
-                    positions,
-                    ends,
-                    is_row,
+                    *(scores, greatest, total, place, is_key, positions),
+                    ends if not INT4 else own_blocks if PASS < 2 else tl.where(own_blocks == start, ends, 0),
                     slope,
-                    biases,
-                    biases_at,
-                    scale,
-                    softcap,
-                    window,
-                    num_biases,
-                    MASKED,
-                    WINDOW,
-                    SOFTCAP,
-                    SLOPES,
-                    BIASES,
+                    bias,
+                    *(terms, PASS > 0, WINDOW, SOFTCAP),
                 )
-                values = int4_values(cache, halves, base, offset, is_key, WIDTH, HEAD_DIM, BLOCK)
-                v_first, v_rest = int4_numbers(values, 0).to(kind), int4_numbers(values, 1).to(kind)
+                if QUANTIZED:
+                    of_value = tl.load(scale_at + cache_side // 4, mask=is_key, other=0.0)
+                    if kind == tl.float16:
+                        units = tl.maximum(unit, tl.max(of_value, axis=0))
+                        of_value, keep, unit = of_value / units, keep * (unit / units), units
+                    weights *= of_value[None, :]
+                if INT4 and PASS < 2:
+                    values = int4_values(cache, scales, base, later, is_key, FIRST, HEAD_DIM, BLOCK)
+                    v_first, v_rest = int4_numbers(values, 0).to(kind), int4_numbers(values, 1).to(kind)
+                elif ONE_SIDE:
+                    v_first, v_rest = k_first, k_rest
+                else:
+                    v_first, v_rest = _load(at + side, is_key, 0, FIRST, SPLIT, PASS > 0).to(kind), 0.0
                 weights = weights.to(kind)
                 out_first = tl.dot(weights, v_first, out_first * keep[:, None], input_precision=PRECISION)
-                out_rest = tl.dot(weights, v_rest, out_rest * keep[:, None], input_precision=PRECISION)
-    column = tl.arange(0, RECENT_KEYS)
-    for number in range(first // BLOCK, tl.cdiv(stop, BLOCK)):
-        place = number * BLOCK + column
-        is_key = (column < BLOCK) & (place < stop)
-        slot = tl.maximum(tl.load(recent_slots + tl.maximum(number * BLOCK - first, 0)), 0)
-        at = recent + slot // BLOCK * recent_block + column * recent_row
-        k_first = _load(at, is_key, 0, WIDTH, HALF, True).to(kind)
-        k_rest = _load(at, is_key, HALF, WIDTH, HEAD_DIM, True).to(kind)
-        scores = tl.dot(q_first, tl.trans(k_first), input_precision=PRECISION)
-        scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
-        weights, keep, greatest, total = _weigh(
-            scores,
-            greatest,
-            total,
-            place,
-            is_key,
-            positions,
-            tl.where(positions // BLOCK == number, positions + 1, 0),
-            is_row,
-            slope,
-            biases,
-            biases_at,
-            scale,
-            softcap,
-            window,
-            num_biases,
-            True,
-            WINDOW,
-            SOFTCAP,
-            SLOPES,
-            BIASES,
-        )
-        v_first = _load(at + recent_side, is_key, 0, WIDTH, HALF, True).to(kind)
-        v_rest = _load(at + recent_side, is_key, HALF, WIDTH, HEAD_DIM, True).to(kind)
-        weights = weights.to(kind)
-        out_first = tl.dot(weights, v_first, out_first * keep[:, None], input_precision=PRECISION)
-        out_rest = tl.dot(weights, v_rest, out_rest * keep[:, None], input_precision=PRECISION)
+                if REST:
+                    if not (ONE_SIDE or (INT4 and PASS < 2)):
+                        v_rest = _load(at + side, is_key, SPLIT, REST, HEAD_DIM, PASS > 0).to(kind)
+                    out_rest = tl.dot(weights, v_rest, out_rest * keep[:, None], input_precision=PRECISION)
+    if QUANTIZED and kind == tl.float16:
+        out_first, out_rest = out_first * unit, out_rest * unit
     return greatest, total, out_first, out_rest
 
 
@@ -374,9 +264,9 @@ def _without_keys(greatest, total):
 
 
 @triton.jit
-def _with_sink(greatest, total, sinks, sinks_at, is_row, SINKS: tl.constexpr):
+def _with_sink(greatest, total, sinks, sinks_at, is_row):
     """The factor that normalizes the weighted values; a row's sink is one more score, without a value."""
-    if SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + sinks_at, mask=is_row, other=float("-inf")) * 1.4426950408889634
         news = tl.maximum(greatest, sink)
         base = tl.where(news == float("-inf"), 0.0, news)
@@ -426,11 +316,6 @@ def _prompts_kernel(
     recent_row,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    BIASES: tl.constexpr,
-    ENDS: tl.constexpr,
-    LOGS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     FIRST: tl.constexpr,
@@ -466,94 +351,29 @@ def _prompts_kernel(
         if WINDOW:
             begin = tl.maximum(0, length - count + tile * QUERIES - window + 1)
         own_ends, end, seen_by_all = positions + 1, length - count + last, length - count + tile * QUERIES + 1
-        if ENDS:
+        if ends is not None:
             own_ends = tl.load(ends + token, mask=is_row, other=0).to(tl.int32)
             end = tl.load(ends + start + last - 1).to(tl.int32)
             seen_by_all = tl.load(ends + start + tile * QUERIES).to(tl.int32)
         if INT4:
-            greatest, total, out_first, out_rest = _attend_int4(
-                query,
-                cache + kv_head.to(tl.int64) * cache_head,
-                row_scales + kv_head.to(tl.int64) * (cache_head // 2),
-                recent + kv_head.to(tl.int64) * recent_head,
-                recent_slots + start + tile * QUERIES,
-                tables + request.to(tl.int64) * table_row,
-                slopes,
-                biases,
-                token * query_token + heads_at * query_head,
-                heads_at,
-                token * biases_token + heads_at * biases_head,
-                positions,
-                is_row,
-                begin // BLOCK * BLOCK,
-                (end - 1) // BLOCK * BLOCK,
-                length - count + tile * QUERIES,
-                end,
-                scale,
-                softcap,
-                window,
-                num_biases,
-                cache_block,
-                recent_side,
-                recent_block,
-                recent_row,
-                WINDOW,
-                SOFTCAP,
-                SLOPES,
-                BIASES,
-                HEAD_DIM,
-                FIRST,
-                QUERIES * HEADS,
-                KEYS,
-                RECENT_KEYS,
-                BLOCK,
-                PRECISION,
-            )
-        else:
-            greatest, total, out_first, out_rest = _attend(
-                query,
-                cache + kv_head.to(tl.int64) * cache_head,
-                row_scales + kv_head.to(tl.int64) * (cache_head // 4),
-                tables + request.to(tl.int64) * table_row,
-                slopes,
-                biases,
-                token * query_token + heads_at * query_head,
-                heads_at,
-                token * biases_token + heads_at * biases_head,
-                positions,
-                own_ends,
-                is_row,
-                begin,
-                seen_by_all,
-                end,
-                scale,
-                softcap,
-                window,
-                num_biases,
-                cache_side,
-                cache_block,
-                cache_row,
-                WINDOW,
-                SOFTCAP,
-                SLOPES,
-                BIASES,
-                HEAD_DIM,
-                SPLIT,
-                FIRST,
-                REST,
-                QUERIES * HEADS,
-                KEYS,
-                BLOCK,
-                QUANTIZED,
-                ONE_SIDE,
-                PRECISION,
-                False,
-            )
-        if LOGS:
+            begin = begin // BLOCK * BLOCK
+        table = tables + request.to(tl.int64) * table_row
+        greatest, total, out_first, out_rest = _attend(
+            query,
+            (cache, row_scales, recent, recent_slots + start + tile * QUERIES, table),
+            kv_head,
+            (cache_side, cache_block, cache_head, cache_row, recent_side, recent_block, recent_head, recent_row),
+            *(token, heads_at, is_row, positions, own_ends, begin, seen_by_all, end, slopes, biases),
+            (scale, softcap, window, num_biases),
+            (query_token, query_head, biases_token, biases_head),
+            *(WINDOW, SOFTCAP, HEAD_DIM, SPLIT, FIRST, REST, QUERIES * HEADS, KEYS, BLOCK, RECENT_KEYS),
+            *(QUANTIZED, INT4, ONE_SIDE, PRECISION, False),
+        )
+        if logs is not None:
             factor, log = _without_keys(greatest, total)
             tl.store(logs + token * (tl.num_programs(1) * group) + heads_at, log, is_row)
         else:
-            factor = _with_sink(greatest, total, sinks, token * sinks_token + heads_at, is_row, SINKS)
+            factor = _with_sink(greatest, total, sinks, token * sinks_token + heads_at, is_row)
         to = out + token * out_token + heads_at * out_head
         _store(to, out_first * factor[:, None], is_row, 0, FIRST, SPLIT)
         if REST:
@@ -610,8 +430,6 @@ def _decodes_kernel(
     recent_row,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SLOPES: tl.constexpr,
-    BIASES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     FIRST: tl.constexpr,
@@ -645,88 +463,25 @@ def _decodes_kernel(
         parts, size = _part(length, begin, KEYS, PARTS, PART_KEYS, GROWTH)
         head = piece * HEADS + tl.arange(0, HEADS)
         is_row, heads_at = head < group, kv_head * group + head
+        table = tables + request.to(tl.int64) * table_row
+        if INT4:
+            begin = begin // BLOCK * BLOCK
         for part in range(tl.program_id(2), parts, tl.num_programs(2)):
             end = tl.minimum(begin + part * size + size, length)
             if INT4:  # the last part has the query's own block
-                own, is_last = (length - 1) // BLOCK * BLOCK, part == parts - 1
-                greatest, total, out_first, out_rest = _attend_int4(
-                    query,
-                    cache + kv_head.to(tl.int64) * cache_head,
-                    row_scales + kv_head.to(tl.int64) * (cache_head // 2),
-                    recent + kv_head.to(tl.int64) * recent_head,
-                    recent_slots + start,
-                    tables + request.to(tl.int64) * table_row,
-                    slopes,
-                    biases,
-                    start * query_token + heads_at * query_head,
-                    heads_at,
-                    start * biases_token + heads_at * biases_head,
-                    tl.zeros([HEADS], tl.int32) + length - 1,
-                    is_row,
-                    begin // BLOCK * BLOCK + part * size,
-                    tl.where(is_last, own, tl.minimum(begin // BLOCK * BLOCK + part * size + size, own)),
-                    length - 1,
-                    tl.where(is_last, length, 0),
-                    scale,
-                    softcap,
-                    window,
-                    num_biases,
-                    cache_block,
-                    recent_side,
-                    recent_block,
-                    recent_row,
-                    WINDOW,
-                    SOFTCAP,
-                    SLOPES,
-                    BIASES,
-                    HEAD_DIM,
-                    FIRST,
-                    HEADS,
-                    KEYS,
-                    RECENT_KEYS,
-                    BLOCK,
-                    PRECISION,
-                )
-            else:
-                greatest, total, out_first, out_rest = _attend(
-                    query,
-                    cache + kv_head.to(tl.int64) * cache_head,
-                    row_scales + kv_head.to(tl.int64) * (cache_head // 4),
-                    tables + request.to(tl.int64) * table_row,
-                    slopes,
-                    biases,
-                    start * query_token + heads_at * query_head,
-                    heads_at,
-                    start * biases_token + heads_at * biases_head,
-                    tl.zeros([HEADS], tl.int32) + length - 1,
-                    tl.zeros([HEADS], tl.int32) + length,
-                    is_row,
-                    begin + part * size,
-                    end,
-                    end,
-                    scale,
-                    softcap,
-                    window,
-                    num_biases,
-                    cache_side,
-                    cache_block,
-                    cache_row,
-                    False,  # the single query sees all of these keys
-                    SOFTCAP,
-                    SLOPES,
-                    BIASES,
-                    HEAD_DIM,
-                    SPLIT,
-                    FIRST,
-                    REST,
-                    HEADS,
-                    KEYS,
-                    BLOCK,
-                    QUANTIZED,
-                    ONE_SIDE,
-                    PRECISION,
-                    SLOTS,
-                )
+                end = tl.where(part == parts - 1, length, tl.minimum(end, (length - 1) // BLOCK * BLOCK))
+            greatest, total, out_first, out_rest = _attend(
+                query,
+                (cache, row_scales, recent, recent_slots + start, table),
+                kv_head,
+                (cache_side, cache_block, cache_head, cache_row, recent_side, recent_block, recent_head, recent_row),
+                *(start, heads_at, is_row, tl.zeros([HEADS], tl.int32) + length - 1),
+                *(tl.zeros([HEADS], tl.int32) + length, begin + part * size, length, end, slopes, biases),
+                (scale, softcap, window, num_biases),
+                (query_token, query_head, biases_token, biases_head),
+                *(WINDOW and INT4, SOFTCAP, HEAD_DIM, SPLIT, FIRST, REST, HEADS, KEYS, BLOCK, RECENT_KEYS),
+                *(QUANTIZED, INT4, ONE_SIDE, PRECISION, SLOTS),
+            )
             at = (request.to(tl.int64) * heads + heads_at) * room + part
             tl.store(sums + 2 * at, greatest, is_row)
             tl.store(sums + 2 * at + 1, total, is_row)
@@ -752,8 +507,6 @@ def _join_kernel(
     out_token,
     out_head,
     WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    LOGS: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
     PART_KEYS: tl.constexpr,
@@ -775,20 +528,20 @@ def _join_kernel(
         maxima = tl.load(sums + 2 * at, mask=is_part, other=float("-inf"))
         totals = tl.load(sums + 2 * at + 1, mask=is_part, other=0.0)
         greatest = tl.max(maxima, axis=0)
-        if SINKS:
+        if sinks is not None:
             sink = tl.load(sinks + start * sinks_token + head) * 1.4426950408889634
             greatest = tl.maximum(greatest, sink)
         base = greatest
-        if LOGS:
+        if logs is not None:
             base = tl.where(greatest == float("-inf"), 0.0, greatest)
         keep = tl.exp2(maxima - base)
         total = tl.sum(totals * keep, axis=0)
-        if SINKS:
+        if sinks is not None:
             total += tl.exp2(sink - greatest)
         inside = is_part[:, None] & (column < head_dim)[None, :]
         values = tl.load(partial + (at * head_dim)[:, None] + column[None, :], mask=inside, other=0.0)
         mixed = tl.sum(values * keep[:, None], axis=0)
-        if LOGS:
+        if logs is not None:
             factor, log = _without_keys(base, total)
             mixed *= factor
             tl.store(logs + start * heads + head, log)
@@ -813,27 +566,25 @@ def _tile(head_dim: int, width: int, is_narrow: bool) -> tuple[int, int]:
 
 
 class _Terms(NamedTuple):
-    """The terms that are added to scores or to their sum: see `reference.paged_attention`. The query is a placeholder
-    for tensors that are not read."""
+    """The terms that are added to scores or to their sum: see `reference.paged_attention`."""
 
-    sinks: Tensor
-    slopes: Tensor
-    biases: Tensor
-    num_biases: int
-    sinks_token: int
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+    biases: Tensor | None = None
+    num_biases: int = 0
+    sinks_token: int = 0
     """Stride from one token's sinks to the next one's; 0: they are the same."""
-    biases_strides: tuple[int, int]
+    biases_strides: tuple[int, int] = (0, 0)
     """Strides from one token's, and one head's, biases to the next one's."""
 
     @staticmethod
-    def of(
-        query: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None, biases: Tensor | None = None
-    ) -> _Terms:
+    def of(sinks: Tensor | None, slopes: Tensor | None = None, biases: Tensor | None = None) -> _Terms:
         sinks, slopes, biases = (
-            query if each is None else each if each.stride(-1) == 1 else each.contiguous()
-            for each in (sinks, slopes, biases)
+            each if each is None or each.stride(-1) == 1 else each.contiguous() for each in (sinks, slopes, biases)
         )
-        sinks_token = sinks.stride(0) if sinks.ndim == 2 else 0
+        sinks_token = sinks.stride(0) if sinks is not None and sinks.ndim == 2 else 0
+        if biases is None:
+            return _Terms(sinks, slopes, None, 0, sinks_token)
         return _Terms(sinks, slopes, biases, biases.shape[2], sinks_token, (biases.stride(0), biases.stride(1)))
 
 
@@ -905,14 +656,9 @@ def paged_attention(
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
     most_rows, _ = _tile(head_dim, query.element_size(), limits.is_narrow(query.device))
     of_heads = min(triton.next_power_of_2(group), most_rows)
-    terms, memory = _Terms.of(query, sinks, slopes, biases), _KVMemory.of(query, cache, block_tables, recent)
+    terms, memory = _Terms.of(sinks, slopes, biases), _KVMemory.of(query, cache, block_tables, recent)
     scores = (2.0 * scale / softcap, softcap * _LOG2E, window) if softcap else (scale * _LOG2E, 0.0, window)
-    options = memory.options | {
-        "WINDOW": window > 0,
-        "SOFTCAP": softcap > 0,
-        "SLOPES": slopes is not None,
-        "BIASES": biases is not None,
-    }
+    options = memory.options | {"WINDOW": window > 0, "SOFTCAP": softcap > 0}
     if tokens > requests:  # every request has at least one token, so some have several
         queries = most_rows // of_heads
         # Triton 3.6 miscompiles tiles of 64 rows or more over 8-bit numbers in two pieces: on an H100, heads of 80 read
@@ -922,13 +668,10 @@ def paged_attention(
             own = options | {"SPLIT": head_dim, "FIRST": max(16, triton.next_power_of_2(head_dim)), "REST": 0}
         _prompts_kernel[tokens // queries + requests, kv_heads, triton.cdiv(group, of_heads)](
             *(query, *memory.tensors, sequence_lengths, query_starts, terms.sinks, terms.slopes, terms.biases),
-            *(query if ends is None else ends.contiguous(), out, out if logs is None else logs, requests, group),
+            *(None if ends is None else ends.contiguous(), out, logs, requests, group),
             *(*scores, terms.num_biases, terms.sinks_token, *terms.biases_strides),
             *(*query.stride()[:2], *out.stride()[:2], *memory.strides),
             **own,
-            SINKS=sinks is not None,
-            ENDS=ends is not None,
-            LOGS=logs is not None,
             HEADS=of_heads,
             QUERIES=queries,
             num_warps=8,
@@ -936,7 +679,6 @@ def paged_attention(
     _decode(
         *(query, memory, sequence_lengths, query_starts, terms, out, kv_heads, scores, options),
         most=block_tables.shape[1] * block_size,
-        has_sinks=sinks is not None,
         has_slots=False,
         logs=logs,
     )
@@ -955,7 +697,6 @@ def _decode(
     options: dict[str, Any],
     *,
     most: int,
-    has_sinks: bool,
     has_slots: bool,
     logs: Tensor | None = None,
 ) -> None:
@@ -980,13 +721,11 @@ def _decode(
     )
     width = min(128, triton.next_power_of_2(head_dim))
     _join_kernel[requests, heads, triton.cdiv(head_dim, width)](
-        *(sums, partial, lengths, starts, terms.sinks, out, out if logs is None else logs),
+        *(sums, partial, lengths, starts, terms.sinks, out, logs),
         *(heads, room, window, head_dim),
         *(terms.sinks_token, out.stride(0), out.stride(1)),
         **cut,
         WINDOW=window > 0,
-        SINKS=has_sinks,
-        LOGS=logs is not None,
         KEYS=keys,
         WIDTH=width,
         num_warps=4,
@@ -1012,7 +751,6 @@ def sparse_attention(
         query = query.contiguous()
     tokens, heads, head_dim = query.shape
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
-    terms = dict.fromkeys(("WINDOW", "SOFTCAP", "SLOPES", "BIASES"), False)
     size = max(1, _PARTIALS // (heads * _most_parts(slots.shape[1]) * head_dim))
     starts = torch.arange(min(size, tokens) + 1, device=query.device)
     for begin in range(0, tokens, size):
@@ -1020,10 +758,9 @@ def sparse_attention(
         part = query[rows]
         memory = _KVMemory.of(part, cache, slots[rows])
         _decode(
-            *(part, memory, counts[rows], starts, _Terms.of(query, sinks), out[rows], cache.shape[2]),
-            *((scale * _LOG2E, 0.0, 0), memory.options | terms),
+            *(part, memory, counts[rows], starts, _Terms.of(sinks), out[rows], cache.shape[2]),
+            *((scale * _LOG2E, 0.0, 0), memory.options | {"WINDOW": False, "SOFTCAP": False}),
             most=slots.shape[1],
-            has_sinks=sinks is not None,
             has_slots=True,
             logs=None if logs is None else logs[rows],
         )

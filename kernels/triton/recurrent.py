@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cache import StateSegments
-from quire.kernels.reference import LOWEST_EXPONENT
+from quire.kernels.reference.recurrent import LOWEST_EXPONENT
 
 _CHANNELS = 256
 """Channels of a program of `causal_conv`."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.reference import GroupScore, Scoring
+from quire.kernels.reference.experts import GroupScore, Scoring
 
 
 @triton.jit

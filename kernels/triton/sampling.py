@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.reference import GREEDY_BELOW
+from quire.kernels.reference.sampling import GREEDY_BELOW
 
 _TILE, _GROUPS = 4096, 64
 """Logits per program, and the number of groups they are split into to take maxima for top-k."""

@@ -73,6 +73,8 @@ class Variant(NamedTuple):
                     signature[name] = f"*{_TYPES[value.dtype]}"
                 case float():
                     signature[name] = "fp32"
+                case None:
+                    signature[name], constants[name] = "constexpr", None
                 case 1 if name in looked_at:
                     signature[name], constants[name] = "constexpr", 1
                 case int():

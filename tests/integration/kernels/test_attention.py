@@ -14,6 +14,7 @@ from torch import Tensor
 from quire import kernels
 from quire.kernels import isa, reference
 from quire.kernels.cache import LARGEST
+from quire.kernels.reference import kv_cache, paged
 from tests.integration.kernels.conftest import platforms_only, reference_only
 
 CACHES = [torch.float32, torch.bfloat16, torch.float16, *LARGEST]
@@ -152,21 +153,21 @@ def test_any_batch_is_dense_attention(requests: list[tuple[int, int]], block_siz
 @reference_only
 def test_bounds_on_memory_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     case = build([(0, 50), (20, 50), *[(n, 1) for n in range(1, 60, 3)]], 4, 2, 8, 4)
-    monkeypatch.setattr(reference, "_GATHER_ELEMENTS", 200)
-    monkeypatch.setattr(reference, "_SCORE_ELEMENTS", 900)
+    monkeypatch.setattr(paged, "_GATHER_ELEMENTS", 200)
+    monkeypatch.setattr(paged, "SCORE_ELEMENTS", 900)
     torch.testing.assert_close(case.run(reference.paged_attention), case.expected, rtol=1e-4, atol=1e-5)
 
 
 @reference_only
 def test_decodes_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     case = build([(48 + n % 16, 1) for n in range(100)], 4, 2, 8, 16)
-    calls, attend = [], reference._attend
+    calls, attend = [], paged._attend
 
     def counted(*args: Tensor | float) -> tuple[Tensor, Tensor]:
         calls.append(args)
         return attend(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reference, "_attend", counted)
+    monkeypatch.setattr(paged, "_attend", counted)
     torch.testing.assert_close(case.run(reference.paged_attention), case.expected, rtol=1e-4, atol=1e-5)
     assert len(calls) == 1
 
@@ -386,13 +387,13 @@ def test_keys_outside_the_window_are_not_read(dtype: torch.dtype, heads: int, he
 
 @reference_only
 def test_a_window_costs_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, shapes, gather = build([(3000, 1), (2900, 7)], 2, 1, 8, 16, window=50), [], reference._gather
+    case, shapes, gather = build([(3000, 1), (2900, 7)], 2, 1, 8, 16, window=50), [], kv_cache.gather_kv
 
     def counted(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         shapes.append(tables.shape)
         return gather(cache, tables)
 
-    monkeypatch.setattr(reference, "_gather", counted)
+    monkeypatch.setattr(paged, "gather_kv", counted)
     torch.testing.assert_close(case.run(reference.paged_attention), case.expected, rtol=1e-4, atol=1e-5)
     assert all(columns <= 5 for _, columns in shapes)
 

@@ -18,7 +18,8 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import NewRequestData, SchedulerOutput
 from quire.engine.worker.input_batch import InputBatch, Ints
 from quire.engine.worker.sampler import Sampler, SamplerOutput
-from quire.kernels import dispatch, reference
+from quire.kernels import dispatch
+from quire.kernels.reference import sampling
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -263,9 +264,9 @@ def test_logprobs_of_given_tokens() -> None:
 
 def test_plain_greedy_rows_pay_for_one_argmax_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "PLATFORMS", {})
-    for name in ("gumbel_noise", "uniform_noise", "_keep_top", "_keep_probable", "score_tokens", "penalize"):
-        monkeypatch.setattr(reference, name, None)
-    for name in ("score_tokens", "penalize"):
+    for name in ("gumbel_noise", "_keep_top", "_keep_probable"):
+        monkeypatch.setattr(sampling, name, None)
+    for name in ("uniform_noise", "score_tokens", "penalize"):
         monkeypatch.setattr(kernels, name, None)
     rows = [Row(torch.randn(VOCAB), temperature=0.0) for _ in range(5)]
     best = [int(row.logits.argmax()) for row in rows]
