@@ -1,9 +1,12 @@
 """Two ranks that divide the tokens of KV blocks compared with two ranks that both have all: capacity, decodes, prompts.
+With --shares, two ranks that divide the tokens of a step, and two that divide the layers, compared with one rank: in
+time of the processor, so that the machine need not be idle. Waiting hardly counts; communicating does.
 
 .venv/bin/python benchmarks/context_parallel.py --contexts 1000 8000 --prompts 1000
+.venv/bin/python benchmarks/context_parallel.py --shares --contexts 1000 --prompts 256 1000 4000
 
 The models have random weights: one KV head for 14 heads of 64, and latent attention (MLA) of 16 heads in the shape of
-DeepSeek-V2-Lite. Each rank has one thread. Both layouts are loaded at once and alternate.
+DeepSeek-V2-Lite. Each rank has one thread. All layouts are loaded at once and alternate.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 8000], help="tokens of each request")
     parser.add_argument("--rows", type=int, default=4, help="requests that decode at the same time")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1000], help="tokens per prompt")
+    parser.add_argument("--shares", action="store_true", help="divide the tokens of a step (-pcp 2), not of blocks")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="decode steps per round")
@@ -80,16 +84,24 @@ def main() -> None:
         "max_num_batched_tokens": max(options.prompts),
         "kv_cache_memory_bytes": 1 << 30,
     }
-    print("ms of the slowest rank; medians of the rounds; × is divided / whole")
+    names = ("1 rank", "-tp 2", "-pcp 2") if options.shares else ("whole", "divided")
+    print(f"ms{' of the processor' * options.shares} of the slowest rank: {', '.join(names)}")
+    print("medians of the rounds; × is to the first")
     for name, shape in SHAPES.items():
         with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
             folder = Path(place)
             (folder / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": options.layers}))
-            layouts = [Layout(folder, 2, 1, engine | {"decode_context_parallel_size": size}) for size in (1, 2)]
+            if options.shares:
+                alone = {"tensor_parallel_size": 1}
+                degrees = [(1, alone), (2, {}), (2, alone | {"prefill_context_parallel_size": 2})]
+            else:
+                degrees = [(2, {"decode_context_parallel_size": size}) for size in (1, 2)]
+            layouts = [Layout(folder, ranks, 1, engine | given) for ranks, given in degrees]
             for layout in layouts:
                 stack.callback(layout.close)
-            whole, divided = (layout.config.cache.num_blocks * BLOCK for layout in layouts)
-            print(f"{name}: 1 GiB per rank holds {whole:,} tokens, divided {divided:,} ({divided / whole:.2f} ×)")
+                layout.counts_work = options.shares
+            held = [layout.config.cache.num_blocks * BLOCK for layout in layouts]
+            print(f"{name}: 1 GiB per rank holds {', '.join(f'{tokens:,}' for tokens in held)} tokens")
             cases = [("decode", each) for each in options.contexts] + [("prompt", each) for each in options.prompts]
             for kind, count in cases:
                 rounds = [
@@ -101,9 +113,10 @@ def main() -> None:
                     ]
                     for _ in range(options.rounds + 1)
                 ][1:]
-                first, second = (statistics.median(each) for each in zip(*rounds, strict=True))
+                found = [statistics.median(each) for each in zip(*rounds, strict=True)]
+                ratios = " ".join(f"{each / found[0]:6.2f} ×" for each in found[1:])
                 what = f"{kind} of {count:,}" + f" × {options.rows}" * (kind == "decode")
-                print(f"  {what:20} {first:8.1f} {second:8.1f} {second / first:6.2f} ×", flush=True)
+                print(f"  {what:20} {' '.join(f'{each:8.1f}' for each in found)} {ratios}", flush=True)
 
 
 if __name__ == "__main__":

@@ -54,14 +54,14 @@ CONTEXT, BLOCK = 64, 16
 
 
 def serve(config: EngineConfig, rank: int, init_method: str, threads: int, pipe: Connection) -> None:
-    """Receives plans and sends seconds; a bool selects shared memory or gloo."""
+    """Receives plans and sends seconds, and those of its processor; a bool selects shared memory or gloo."""
     torch.set_num_threads(threads)
     cpu = torch.device("cpu")
     ready = kernels.prepare("cpu")
     links = connect(config.parallel, rank, init_method, cpu)
     runner = ModelRunner(config, rank, links, cpu)
     ready()
-    links.tp.finalize()
+    links.finalize()
     memory = links.tp.memory if isinstance(links.tp, CpuParallel) else None
     pipe.send(memory is not None)
     while (message := pipe.recv()) is not None:
@@ -69,9 +69,9 @@ def serve(config: EngineConfig, rank: int, init_method: str, threads: int, pipe:
             assert isinstance(links.tp, CpuParallel)
             links.tp.memory = memory if message else None
             continue
-        begun = time.perf_counter()
+        begun, worked = time.perf_counter(), time.process_time()
         runner.launch(message).result()
-        pipe.send(time.perf_counter() - begun)
+        pipe.send((time.perf_counter() - begun, time.process_time() - worked))
     links.close()
 
 
@@ -79,7 +79,8 @@ class Layout:
     """The ranks of one layout."""
 
     def __init__(self, folder: Path, ranks: int, threads: int, options: dict[str, Any]) -> None:
-        self.config = config = resolve(EngineOptions(model=str(folder), tensor_parallel_size=ranks, **options))
+        options = {"tensor_parallel_size": ranks} | options
+        self.config = config = resolve(EngineOptions(model=str(folder), **options))
         spawn = multiprocessing.get_context("spawn")
         pipes = [spawn.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pipes]
@@ -95,6 +96,8 @@ class Layout:
         ready = [pipe.recv() for pipe in self._pipes]  # of every rank
         self.shares_memory = all(ready)
         self._step = 0
+        self.counts_work = False
+        """Whether `seconds` are those of a rank's processor, in which waiting hardly counts."""
 
     def choose(self, shared: bool) -> None:
         for pipe in self._pipes:
@@ -105,7 +108,7 @@ class Layout:
         for pipe in self._pipes:
             pipe.send(SchedulerOutput(self._step, freed_slots, new, scheduled))
         self._step += 1
-        return max([float(pipe.recv()) for pipe in self._pipes])
+        return float(max([pipe.recv()[self.counts_work] for pipe in self._pipes]))
 
     def close(self) -> None:
         for pipe in self._pipes:

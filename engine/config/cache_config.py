@@ -38,6 +38,7 @@ def resolve(
         if dtype == "int4":
             _check_int4(arch, options.block_size)
     context_parallel.check(options, model, parallel, speculative, dtype)
+    context_parallel.check_shares(model, parallel, dtype)
     specs, stages = cached_layers(model, parallel, speculative, options.block_size)
     page = count_blocks_per_page(specs, options.block_size, dtype)
     max_len, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size

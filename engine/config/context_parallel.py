@@ -1,4 +1,5 @@
-"""Checks decode context parallelism: whether ranks of a stage can divide the tokens of a model's cache. No torch."""
+"""Checks context parallelism: whether ranks of a stage can divide the tokens of a model's cache (decode), or those of a
+step (prefill). No torch."""
 
 from __future__ import annotations
 
@@ -84,3 +85,52 @@ def _unsupported(attention: AnyAttentionSpec, length: int) -> str:
     if attention.alibi or attention.num_biases:
         return "a bias that depends on the distance of keys"
     return "" if not attention.has_own_sinks else "a sink of each query"
+
+
+def check_options(options: EngineOptions) -> None:
+    """Check the options that --prefill-context-parallel-size can be combined with. Raises `ConfigError`."""
+    if (size := options.prefill_context_parallel_size) == 1:
+        return
+    flag, context = f"--prefill-context-parallel-size {size}", options.decode_context_parallel_size
+    others = {
+        # With roles, one is for prefill replicas, and the other for decode replicas.
+        f"--decode-context-parallel-size {context}": context > 1 and not options.prefill_replicas,
+        "--enable-expert-parallel": options.enable_expert_parallel,
+        "--distributed-executor-backend ray": options.distributed_executor_backend == "ray",
+    }
+    for other, is_given in others.items():
+        if is_given:
+            raise ConfigError(f"{flag} is not supported with {other}; omit one of them")
+
+
+def check_shares(model: ModelConfig, parallel: ParallelConfig, dtype: str) -> None:
+    """Check that ranks can divide the tokens of a step of a model, with a cache of type `dtype`. Raises
+    `ConfigError`."""
+    if (size := parallel.prefill_context_parallel_size) == 1:
+        return
+    flag = f"--prefill-context-parallel-size {size}"
+    if dtype not in (*DTYPE_BYTES, "int8", "fp8"):
+        raise ConfigError(f"{flag} is not supported with --kv-cache-dtype {dtype}; use int8, fp8 or auto")
+    if reason := _indivisible(model):
+        raise ConfigError(f"{flag} is not supported for {model.architecture.name}: {reason}")
+
+
+def _indivisible(model: ModelConfig) -> str:
+    """Why ranks cannot divide the tokens of a step; "" if they can."""
+    arch = model.architecture
+    if isinstance(arch, TransformersModelSpec):
+        return "transformers' implementation (--model-impl) has attention of its own"
+    if isinstance(arch, EncoderSpec) or model.pooling is not None:
+        return "it is an embedding model"
+    if not _attentions(arch):
+        return "only attention and what follows it are divided, and it has none"
+    if arch.media is not None and arch.media.is_bidirectional:
+        return "tokens of images that attend to later ones are not supported; use --language-model-only"
+    if any(layer.ngrams is not None for layer in arch.layers):
+        return "n-grams are read over several tokens"
+    for attention in dict.fromkeys(_attentions(arch)):
+        if not isinstance(attention, AttentionSpec | MLASpec):
+            return "compressed attention is not supported"
+        if attention.tokens_per_key > 1 or (isinstance(attention, AttentionSpec) and attention.indexer is not None):
+            return "an indexer of blocks or groups of tokens is not supported"
+    return ""

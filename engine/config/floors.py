@@ -22,7 +22,8 @@ kernels take no time there.
   ranks of the group on a host), whichever is longer: every device has its own part of the network. Replicas that share
   experts send tokens to each other and results back: to other hosts over the network, on the same host over its links,
   at the same time. A message between stages takes latency + b / bandwidth. Ranks that divide the tokens of the cache
-  gather queries, which takes half of an all-reduce of their bytes, and add results.
+  gather queries, which takes half of an all-reduce of their bytes, and add results. Ranks that divide the tokens of a
+  step gather the keys and values of each layer of attention.
 
 With P stages, `min(rows, P)` plans are in flight, each with its part of the rows. A token of every row takes the time
 of all stages, or the time of the slowest stage for each plan, whichever is longer: the rest is the pipeline's bubble.
@@ -137,6 +138,8 @@ class _Product(NamedTuple):
     bits: int
     share: float = 0.0
     """Of experts: the number of this rank's that a token of any replica chooses, on average; 0: another layer."""
+    is_recurrent: bool = False
+    """Of a recurrent layer, in which each rank computes all tokens of a step."""
 
 
 def _count_kernels(layer: LayerSpec, hidden: int, tp: int) -> int:
@@ -199,6 +202,8 @@ class _Floors:
         `busy` replicas do the same at that time.
         """
         config, device, parallel = self.config, self.machine.device, self.config.parallel
+        shares = parallel.prefill_context_parallel_size if tokens > 1 else 1  # decodes are not divided
+        tokens = math.ceil(tokens / shares)  # of the last rank, whose queries attend to the most keys
         new, tp = requests * tokens, parallel.tensor_parallel_size
         coupled = new * busy if parallel.is_coupled else new
         read = read_bytes(config, self._arch, stage, self._sizes.weights[stage], coupled)
@@ -210,9 +215,11 @@ class _Floors:
         operations: defaultdict[int, float] = defaultdict(float)
         for products, count in self._products[stage].items():
             for each in products:
-                operations[each.bits] += count * 2 * each.elements * (coupled * each.share if each.share else new)
+                rows = coupled * each.share if each.share else new * shares if each.is_recurrent else new
+                operations[each.bits] += count * 2 * each.elements * rows
         operations[self._bits] += sum(
-            count * self._operations(each, requests, tokens, context) for each, count in self._layers[stage].items()
+            count * self._operations(each, requests, tokens, context, shares)
+            for each, count in self._layers[stage].items()
         )
         kernels = sum(
             count * _count_kernels(each, self._arch.hidden_size, tp) for each, count in self._layers[stage].items()
@@ -227,7 +234,7 @@ class _Floors:
             {
                 "bandwidth" if memory >= compute else "compute": max(memory, compute),
                 "launches": kernels * self._achieved.kernel_seconds,
-                "communication": self._links(stage, requests, new, coupled),
+                "communication": self._links(stage, requests, new, coupled, shares),
             }
         )
 
@@ -259,14 +266,13 @@ class _Floors:
             if isinstance(mixture, MoESpec) and each in experts:
                 products.append(_Product(each.rows * each.columns, bits, mixture.top_k / ranks))
             else:
-                products.append(_Product(each.elements, bits))
+                products.append(_Product(each.elements, bits, is_recurrent=each.module.startswith("state.")))
         return tuple(products)
 
-    def _operations(self, layer: LayerSpec, requests: int, tokens: int, context: int) -> float:
-        """Operations of a layer besides those of its linear layers."""
-        new = requests * tokens
+    def _operations(self, layer: LayerSpec, requests: int, tokens: int, context: int, shares: int = 1) -> float:
+        """Operations of a layer besides those of its linear layers, for `tokens` of each request, one of `shares`."""
         tp, attention = self.config.parallel.tensor_parallel_size, layer.attention
-        sums = 3 * new * (0 if layer.state is None else math.prod(layer.state.state_shape(tp)))
+        sums = 3 * shares * requests * tokens * (0 if layer.state is None else math.prod(layer.state.state_shape(tp)))
         if attention is None:
             return 2 * sums
         if isinstance(attention, CompressedAttentionSpec):
@@ -309,25 +315,41 @@ class _Floors:
                 unread += count * max(0, context - tokens * attention.top_k) * row / cache.block_size
         return unread
 
-    def _links(self, stage: int, requests: int, new: int, coupled: int) -> float:
-        """Seconds of communication: inside the stage, among replicas that share experts, and to the next stage."""
-        parallel, machine = self.config.parallel, self.machine
+    def _links(self, stage: int, requests: int, new: int, coupled: int, shares: int) -> float:
+        """Seconds of communication: inside the stage, whose ranks have `new` tokens in each of `shares` shares, among
+        replicas that share experts, and to the next stage."""
+        parallel, machine, cache = self.config.parallel, self.machine, self.config.cache
         tp, token = parallel.tensor_parallel_size, self._arch.hidden_size * DTYPE_BYTES[self.config.model.dtype]
         ranks_per_host = parallel.world_size // parallel.nodes
-        layers = self._layers[stage].items()
+        layers, first = self._layers[stage].items(), stage * parallel.stage_ranks
         seconds = 0.0
+
+        def on_hosts(ranks: range) -> list[int]:
+            """How many of them each host has."""
+            return [*Counter(rank // ranks_per_host for rank in ranks).values()]
+
         if tp > 1:
+            own = on_hosts(range(first, first + tp))
             number = (stage == 0) + sum(count * (len(each.parts) - each.is_parallel) for each, count in layers)
-            on_hosts = Counter(rank // ranks_per_host for rank in range(stage * tp, (stage + 1) * tp))
-            seconds += number * self._all_reduce([*on_hosts.values()], new * token)
+            recurrent = sum(count for each, count in layers if each.state is not None)
+            seconds += (number - recurrent) * self._all_reduce(own, new * token)
+            seconds += recurrent * self._all_reduce(own, shares * new * token)
         if (context := parallel.decode_context_parallel_size) > 1:
-            first = Counter(rank // ranks_per_host for rank in range(stage * tp, stage * tp + context))
-            seconds += sum(count * self._combine([*first.values()], each, requests, new) for each, count in layers)
+            own = on_hosts(range(first, first + context))
+            seconds += sum(count * self._combine(own, each, requests, new) for each, count in layers)
         for layer, count in layers:
+            if shares > 1:  # they gather the inputs of recurrent layers, and rows of the cache
+                rows, attention = [token] * (layer.state is not None), layer.attention
+                if attention is not None and layer.kv_source is None:
+                    shapes = attention.kv_shape(tp), attention.index_shape()
+                    rows += [block_bytes(KVCacheShape(*each), 1, cache.dtype) for each in shapes if each is not None]
+                own = on_hosts(range(first, first + parallel.stage_ranks, tp))
+                seconds += count * sum(self._all_reduce(own, shares * new * row // 2) for row in rows)  # sends half
             if parallel.is_coupled and isinstance(layer.feed_forward, MoESpec):
                 seconds += 2 * count * self._exchange(layer.feed_forward.top_k, new, coupled, token)
         if stage < len(self.stages) - 1:
-            link = machine.network if (stage + 1) * tp % ranks_per_host == 0 else machine.device.link
+            is_last_of_host = (stage + 1) * parallel.stage_ranks % ranks_per_host == 0
+            link = machine.network if is_last_of_host else machine.device.link
             passed = self._arch.stage_width * DTYPE_BYTES[self.config.model.dtype]
             seconds += link.latency.base + new * passed / link.bandwidth
         return seconds

@@ -139,6 +139,7 @@ def rank_copies(config: EngineConfig, rank: int) -> list[RankCopies]:
     """Return what a rank copies of the entries of each kind, with the final number of blocks."""
     parallel, cache, layers = config.parallel, config.cache, _Layers(config)
     stage, tp_rank = parallel.stage_of(rank), parallel.tp_rank_of(rank)
+    pcp, pcp_rank = parallel.prefill_context_parallel_size, parallel.pcp_rank_of(rank)
     specs, _ = cached_layers(config.model, parallel, config.scheduler.speculative, cache.block_size)
     places, found = place_layers(specs, cache.groups, stage), []
     for key, groups in _kinds(cache.groups).items():
@@ -169,7 +170,7 @@ def rank_copies(config: EngineConfig, rank: int) -> list[RankCopies]:
                             size=part.size,
                         )
                         loads.add(own)
-                        if turn % part.num_copies == part.copy:
+                        if turn % (pcp * part.num_copies) == pcp_rank * part.num_copies + part.copy:
                             stores.add(own)
                 in_page += tensor.rank_size(tp_rank, ranks)
                 start += tensor.size

@@ -88,6 +88,7 @@ def layouts(
             raise ConfigError(f"--{name.replace('_', '-')}: only layouts of all replicas can be planned; omit it")
     options = replace(options, nnodes=machine.nodes)
     single = replace(options, nnodes=1, tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
+    single = replace(single, prefill_context_parallel_size=1)
     model = model_config.resolve(single, machine.devices(single))
     if model.pooling is not None:
         raise ConfigError(f"{model.architecture.name}: layouts of embedding models cannot be planned; give -tp and -dp")
@@ -145,6 +146,7 @@ def candidates(
     """Every layout over `count` devices with the given degrees, which may leave some devices idle."""
     free = [name for name in DEGREES if name not in given]
     taken = math.prod(getattr(options, name) for name in DEGREES if name in given)
+    taken *= options.prefill_context_parallel_size
     devices = max(1, count // max(1, taken))
     divisors = [number for number in range(1, devices + 1) if devices % number == 0]
     for sizes in itertools.product(divisors, repeat=len(free)):

@@ -23,7 +23,13 @@ from quire.engine.config.engine_config import (
     ModelConfig,
     ParallelConfig,
 )
-from quire.engine.config.kv_cache_groups import block_bytes, cached_layers, count_planes, recent_layers
+from quire.engine.config.kv_cache_groups import (
+    KVCacheShape,
+    block_bytes,
+    cached_layers,
+    count_planes,
+    recent_layers,
+)
 from quire.engine.protocol.errors import ConfigError
 
 _CPU_KV_CACHE_BYTES = 4 << 30
@@ -46,7 +52,8 @@ class MemoryPlan:
     adapters: int = 0
     """On CPUs, also those that are ready to be swapped in."""
     kv_store: int = 0
-    """On CPUs, a rank's share of the host's memory for KV that leaves the device."""
+    """On CPUs, a rank's share of the host's memory for KV that leaves the device. With Ray, of ranks on the host of the
+    core, if there are some: all ranks have as many blocks as the ones with the least memory."""
     recent: tuple[int, ...] = ()
     """Keys and values that are not quantized yet; empty: there are none."""
 
@@ -103,7 +110,7 @@ def _workspace(config: EngineConfig) -> int:
     logits = config.scheduler.max_sampled_tokens * arch.vocab_size * 4 * 4
     logits *= model.pooling is None
     activations = (_activations(config, arch) + attention) * DTYPE_BYTES[model.dtype]
-    activations += _gathered_bytes(config, arch)
+    activations += _gathered_bytes(config, arch) + _exchanged_bytes(config, arch)
     return activations + logits + _selection_bytes(config, arch) + _eplb_buffer_bytes(config, arch)
 
 
@@ -128,6 +135,18 @@ def _gathered_bytes(config: EngineConfig, arch: ModelSpec) -> int:
     return most
 
 
+def _exchanged_bytes(config: EngineConfig, arch: ModelSpec) -> int:
+    """Bytes of what ranks that divide the tokens of a step gather: the cache's rows of a layer, before and after they
+    are put in order, or the same of the last layer's output."""
+    if config.parallel.prefill_context_parallel_size == 1:
+        return 0
+    tp, dtype, output = config.parallel.tensor_parallel_size, config.cache.dtype, arch.output_width
+    shapes = [KVCacheShape(*layer.attention.kv_shape(tp)) for layer in arch.layers if layer.attention is not None]
+    rows = max((block_bytes(shape, 1, dtype) for shape in shapes), default=0)
+    each = max(rows, output * DTYPE_BYTES[config.model.dtype])
+    return 3 * config.scheduler.max_num_batched_tokens * each
+
+
 def _media(config: EngineConfig, workspace: int) -> int:
     """Bytes of `MemoryPlan.media` on the first stage, for the largest item."""
     spec, media = config.model.architecture.media, config.media
@@ -150,9 +169,14 @@ def _adapters(config: EngineConfig) -> int:
 
 def _kv_store(config: EngineConfig) -> int:
     """Bytes of `MemoryPlan.kv_store`."""
-    if config.kv_store is None or config.parallel.device != "cpu":
+    parallel = config.parallel
+    if config.kv_store is None or parallel.device != "cpu":
         return 0
-    return config.kv_store.memory_bytes // max(1, config.parallel.memory_shares)
+    if not parallel.ray:
+        return config.kv_store.memory_bytes // max(1, parallel.memory_shares)
+    nodes = {own for each in parallel.ray for own in zip(each.nodes, each.all_ranks_per_node, strict=True)}
+    beside = sum(ranks for (_, address), ranks in nodes if address == parallel.master[0])
+    return config.kv_store.memory_bytes // beside if beside else 0  # a node has no store, and the core's has no ranks
 
 
 def _recent(config: EngineConfig) -> tuple[int, ...]:
@@ -183,8 +207,10 @@ def _graphs(config: EngineConfig) -> int:
 
 def _activations(config: EngineConfig, arch: ModelSpec) -> int:
     """Number of activation values on a rank in the largest step; its experts may get tokens of every replica."""
-    parallel, tokens = config.parallel, config.scheduler.max_num_batched_tokens
-    tp = parallel.tensor_parallel_size
+    parallel, tp = config.parallel, config.parallel.tensor_parallel_size
+    tokens = config.scheduler.max_num_batched_tokens
+    if all(layer.state is None for layer in arch.layers):  # recurrent layers compute all tokens
+        tokens = -(-tokens // parallel.prefill_context_parallel_size)
     incoming = tokens * parallel.replicas if parallel.is_coupled else tokens
     inner = max(
         (

@@ -167,6 +167,15 @@ class ParallelOptions:
         metavar="N",
         least=1,
     )
+    prefill_context_parallel_size: int = flag(
+        1,
+        "number of ranks, or groups of --tensor-parallel-size ranks, with the same weights and the same KV, which "
+        "divide the tokens of each step with prompts, so that their first tokens come earlier; of prefill replicas, if "
+        "there are some",
+        short="-pcp",
+        metavar="N",
+        least=1,
+    )
     data_parallel_size: int = flag(
         1, "number of replicas of the model, each with its own ranks", short="-dp", metavar="D", least=1, is_common=True
     )

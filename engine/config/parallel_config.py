@@ -29,35 +29,68 @@ MAX_REPLICAS = 1024
 def for_prefill(options: EngineOptions) -> EngineOptions:
     """Return the options of prefill replicas, as those of a server that has no others.
 
-    With tensor parallelism of their own, their ranks do not divide tokens: --decode-context-parallel-size may not be
-    possible for them. So how many do follows from `layout`.
+    With a layout of their own, their ranks do not divide the tokens of blocks: --decode-context-parallel-size may not
+    be possible for them. So how many do follows from `layout`.
     """
     tp = options.prefill_tensor_parallel_size or options.tensor_parallel_size
+    has_own = tp != options.tensor_parallel_size or options.prefill_context_parallel_size > 1
     return replace(
         options,
         tensor_parallel_size=tp,
-        decode_context_parallel_size=options.decode_context_parallel_size if tp == options.tensor_parallel_size else 1,
+        decode_context_parallel_size=1 if has_own else options.decode_context_parallel_size,
         pipeline_parallel_size=options.prefill_pipeline_parallel_size or options.pipeline_parallel_size,
         prefill_tensor_parallel_size=None,
         prefill_pipeline_parallel_size=None,
     )
 
 
+def for_decode(options: EngineOptions) -> EngineOptions:
+    """Return the options of the other replicas: --prefill-context-parallel-size is for prefill replicas, if there are
+    some."""
+    return replace(options, prefill_context_parallel_size=1) if options.prefill_replicas else options
+
+
 def of_replica(options: EngineOptions, replica: int) -> EngineOptions:
     """Return the options with the layout of a replica that the server starts with."""
-    return for_prefill(options) if replica < (options.prefill_replicas or 0) else options
+    return for_prefill(options) if replica < (options.prefill_replicas or 0) else for_decode(options)
+
+
+def without_others(options: EngineOptions) -> EngineOptions:
+    """Return the options of one of several replicas with the same layout, as those of a server that has no others."""
+    return replace(
+        options,
+        data_parallel_size=1,
+        prefill_replicas=None,
+        decode_replicas=None,
+        prefill_tensor_parallel_size=None,
+        prefill_pipeline_parallel_size=None,
+    )
 
 
 def local_layouts(options: EngineOptions) -> list[EngineOptions]:
     """Return the options of each layout of this host's replicas: one, or two if those for prompts, the last, have their
     own."""
-    owns = [of_replica(options, replica) for replica in reversed(local_replicas(options))] or [options]
+    owns = [of_replica(options, replica) for replica in reversed(local_replicas(options))] or [for_decode(options)]
     return list({layout(own): own for own in owns}.values())
 
 
-def layout(options: EngineOptions) -> tuple[int, int]:
-    """The ranks of each layer, and the stages."""
-    return options.tensor_parallel_size, options.pipeline_parallel_size
+def layout(options: EngineOptions) -> tuple[int, int, int]:
+    """The ranks of each layer, how many times a stage has them, and the stages."""
+    return options.tensor_parallel_size, options.prefill_context_parallel_size, options.pipeline_parallel_size
+
+
+def stage_ranks(options: EngineOptions) -> int:
+    """The ranks of each stage."""
+    return options.tensor_parallel_size * options.prefill_context_parallel_size
+
+
+def _product_text(options: EngineOptions) -> str:
+    """The flags whose values are the factors of `layout`."""
+    return " × ".join(
+        f"--{name}-parallel-size {size}"
+        for name, size in zip(("tensor", "prefill-context", "pipeline"), layout(options), strict=True)
+        if size > 1 or name != "prefill-context"
+    )
 
 
 def check_roles(options: EngineOptions) -> None:
@@ -71,7 +104,7 @@ def check_roles(options: EngineOptions) -> None:
     if prefill is None or decode is None:
         given, missing = ("--decode-replicas", "--prefill-replicas")[:: 1 if prefill is None else -1]
         raise ConfigError(f"{given} {prefill or decode} needs {missing}, which the other replicas are for; give both")
-    if layout(own := for_prefill(options)) == layout(options):
+    if layout(own := for_prefill(options)) == layout(for_decode(options)):
         return
     stages, own_stages = options.pipeline_parallel_size, own.pipeline_parallel_size
     if options.enable_expert_parallel:
@@ -94,12 +127,12 @@ def local_ranks(options: EngineOptions) -> tuple[int, ...]:
             f"{options.nnodes - 1}"
         )
     nodes = nodes_per_replica(options)
-    for own in (options, for_prefill(options)):
+    for own in (for_decode(options), for_prefill(options)):
         if (ranks := math.prod(layout(own))) % nodes:
             whose = f"the {nodes} hosts of a replica" if options.data_parallel_size > 1 else "hosts"
             raise ConfigError(
-                f"--nnodes {options.nnodes}: {ranks} ranks (--tensor-parallel-size {own.tensor_parallel_size} × "
-                f"--pipeline-parallel-size {own.pipeline_parallel_size}) cannot be divided evenly among {whose}"
+                f"--nnodes {options.nnodes}: {ranks} ranks ({_product_text(own)}) cannot be divided evenly among "
+                f"{whose}"
             )
     if options.nnodes > 1:
         for name in ("data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address"):
@@ -141,17 +174,17 @@ def is_first_of_replica(options: EngineOptions) -> bool:
 def local_group_sizes(options: EngineOptions, placement: RayPlacement | None = None) -> tuple[int, ...]:
     """Sizes of this host's tensor-parallel groups, in rank order. Raises like `local_ranks`."""
     if placement is not None:
-        return group_sizes(placement.ranks_of(options.node_rank), options.tensor_parallel_size)
+        return group_sizes(placement.ranks_of(options.node_rank), stage_ranks(options))
     place, sizes = options.node_rank % nodes_per_replica(options), list[int]()
     for replica, ranks in zip(local_replicas(options), local_ranks(options), strict=True):
         here = range(place * ranks, (place + 1) * ranks)
-        sizes += group_sizes(here, of_replica(options, replica).tensor_parallel_size)
+        sizes += group_sizes(here, stage_ranks(of_replica(options, replica)))
     return tuple(sizes)
 
 
-def group_sizes(ranks: range, tp: int) -> tuple[int, ...]:
-    """Sizes of the groups of `ranks`, ranks of a replica on one host, that share layers."""
-    return tuple(Counter(rank // tp for rank in ranks).values())
+def group_sizes(ranks: range, stage_ranks: int) -> tuple[int, ...]:
+    """Sizes of the groups of `ranks`, ranks of a replica on one host, that are in the same stage."""
+    return tuple(Counter(rank // stage_ranks for rank in ranks).values())
 
 
 def resolve(
@@ -176,6 +209,7 @@ def resolve(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         decode_context_parallel_size=options.decode_context_parallel_size,
+        prefill_context_parallel_size=options.prefill_context_parallel_size,
         stages=partition_layers(arch, options),
         executor=executor,
         device=available.kind,
@@ -212,11 +246,7 @@ def resolve(
 def _check_sharing(options: EngineOptions, ranks: int, replicas: range, available: Devices) -> None:
     """Raise `ConfigError` unless this many ranks, more than there are GPUs, are allowed to share them."""
     of_replicas = f" × {len(replicas)} replicas (--data-parallel-size)" * (len(replicas) > 1)
-    needs = (
-        f"--tensor-parallel-size {options.tensor_parallel_size} × --pipeline-parallel-size "
-        f"{options.pipeline_parallel_size}{of_replicas} needs {ranks} GPUs on this host, but {available.count} are "
-        "visible"
-    )
+    needs = f"{_product_text(options)}{of_replicas} needs {ranks} GPUs on this host, but {available.count} are visible"
     if not available.order:
         raise ConfigError(f"{needs} (to test a layout, {SHARE}=1 lets ranks share a GPU; this is slow)")
     if options.nnodes > 1 or len(replicas) < options.data_parallel_size:
@@ -234,7 +264,7 @@ def _links(parallel: ParallelConfig, replicas: list[int], available: Devices) ->
     if not available.order or parallel.ranks_per_device > 1:
         return topology.SlowestLinks(network=network)
     ranks = parallel.ranks_of(parallel.node)
-    groups = group_sizes(ranks, parallel.tensor_parallel_size)
+    groups = group_sizes(ranks, parallel.stage_ranks)
     order = [parallel.of_replica(replica).device_of(rank) for replica in replicas for rank in ranks]
     slowest = topology.slowest_links(available.links, order, groups * len(replicas), len(groups))
     return replace(slowest, network=network)

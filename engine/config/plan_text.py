@@ -54,7 +54,7 @@ def plan_text(config: EngineConfig) -> str:
             f"  adapters: {format_bytes(lora.device_bytes)} per rank for up to {lora.num_slots} in a step, and "
             f"{format_bytes(lora.host_bytes)} of the host's memory for others that are ready to be swapped in"
         )
-    if (store := config.kv_store) is not None:
+    if (store := config.kv_store) is not None and store.memory_bytes:
         disk = f", and {format_bytes(store.disk_bytes)} of disk in {store.disk_path}," * bool(store.disk_path)
         block = sum(kind.size for kind in kv_layout(config).kinds)  # of windows and states, few blocks have entries
         tokens = (store.memory_bytes + store.disk_bytes) // block * cache.block_size
@@ -63,7 +63,9 @@ def plan_text(config: EngineConfig) -> str:
             f"{store.min_tokens} tokens or more: at least {tokens:,} tokens"
         )
     if (drafter := config.drafter) is not None and (speculative := config.scheduler.speculative) is not None:
-        where = "" if drafter.parallel.tensor_parallel_size == tp else f" (rank {pp * tp - tp})"
+        firsts = range((pp - 1) * parallel.stage_ranks, pp * parallel.stage_ranks, tp)
+        of_each = f" (rank{'s' * (len(firsts) > 1)} {', '.join(map(str, firsts))})"
+        where = "" if drafter.parallel.tensor_parallel_size == tp else of_each
         kind = f"draft model {drafter.model.architecture.name}"
         if speculative.reads_hidden_states:
             kind = f"{speculative.method} head"
@@ -91,19 +93,21 @@ def _layout_text(parallel: ParallelConfig) -> str:
     ranks = f"{parallel.world_size} rank{'s' * (parallel.world_size > 1)}"
     size = parallel.decode_context_parallel_size
     context = f" (the tokens of each KV block divided by {size})" * (size > 1)
+    shares = parallel.prefill_context_parallel_size
+    prefill = f" × prefill context parallel {shares}" * (shares > 1)
     return (
-        f"tensor parallel {parallel.tensor_parallel_size}{context} × pipeline parallel "
+        f"tensor parallel {parallel.tensor_parallel_size}{context}{prefill} × pipeline parallel "
         f"{parallel.pipeline_parallel_size} = {ranks} ({parallel.executor})"
     )
 
 
 def _stages_text(config: EngineConfig) -> list[str]:
     """Return what the ranks of each stage hold."""
-    cache, sizes, tp, lines = config.cache, MemoryPlan.of(config), config.parallel.tensor_parallel_size, []
+    cache, sizes, width, lines = config.cache, MemoryPlan.of(config), config.parallel.stage_ranks, []
     kv_type = "" if cache.dtype == config.model.dtype else f" in {cache.dtype}"
     for stage, layers in enumerate(config.parallel.stages):
-        first = stage * tp
-        ranks = f"rank {first}" if tp == 1 else f"ranks {first}-{first + tp - 1}"
+        first = stage * width
+        ranks = f"rank {first}" if width == 1 else f"ranks {first}-{first + width - 1}"
         size = format_bytes(sizes.kv_block[stage] * cache.num_blocks)
         cached = f"KV cache {size} in {cache.num_blocks:,} blocks of {cache.block_size} tokens{kv_type}"
         if cache.recent is not None:
@@ -173,7 +177,10 @@ def _links_text(parallel: ParallelConfig) -> list[str]:
     network = f"over {links.network}" if links.network else "over the network"
     spread = [[ranks for node in each.hosts if (ranks := each.ranks_of(node))] for each in _placed(parallel)]
     hosts = max(spread, key=len)
-    is_cut = any(ranks.start % tp or ranks.stop % tp for each in spread for ranks in each)
+    is_cut, is_stage_cut = (
+        any(ranks.start % size or ranks.stop % size for each in spread for ranks in each)
+        for size in (tp, parallel.stage_ranks)
+    )
     parts, warnings = [], []
     if tp > 1:
         inside = " over shared memory" if is_cpu else shared or _over_link(links.tensor)
@@ -183,13 +190,17 @@ def _links_text(parallel: ParallelConfig) -> list[str]:
             warnings.append(
                 "warning: tensor parallelism communicates between hosts in every layer, and no fast network "
                 f"(InfiniBand, RoCE) is active on this host: use --tensor-parallel-size {suggested} "
-                f"--pipeline-parallel-size {parallel.world_size // suggested}"
+                f"--pipeline-parallel-size {tp * parallel.pipeline_parallel_size // suggested}"
             )
         if not is_cut and links.tensor is topology.LinkType.SOCKETS:
             warnings.append(
                 "warning: tensor parallelism communicates between CPU sockets in every layer: a smaller "
                 "--tensor-parallel-size with more --pipeline-parallel-size may be faster"
             )
+    if parallel.prefill_context_parallel_size > 1:
+        inside = " over shared memory" if is_cpu else shared or _over_link(links.tensor)
+        where = f"across hosts {network}" if is_stage_cut else f"inside a host{inside}"
+        parts.append(f"prefill context parallel {where}")
     if parallel.pipeline_parallel_size > 1:
         inside = " over loopback" if is_cpu else shared or _over_link(links.pipeline)
         parts.append(f"pipeline {f'across hosts {network}' if len(hosts) > 1 else f'inside a host{inside}'}")

@@ -22,6 +22,7 @@ from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.config import (
     cache_config,
     checkpoint_tensors,
+    context_parallel,
     cuda_graph_sizes,
     devices,
     draft_heads,
@@ -73,6 +74,7 @@ def resolve(
     """
     _check_ranges(options)
     _check_environment()
+    context_parallel.check_options(options)
     parallel_config.check_roles(options)
     is_remote, available = False, described
     placements: tuple[RayPlacement, ...] = () if placement is None else (placement,)
@@ -92,7 +94,7 @@ def resolve(
     store = kv_store_config.resolve(options, config, available)
     if described is None:
         kv_store_config.check_disk(store)
-    if available.kind == "cuda":
+    if available.kind == "cuda" or (is_remote and described is None):
         kv_store_config.check_host(store, config.lora, config.parallel.num_local_ranks, available)
     for place, own in enumerate(layouts):
         with _named(own, options):
@@ -146,7 +148,7 @@ def _named(own: EngineOptions, options: EngineOptions) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if parallel_config.layout(own) == parallel_config.layout(options):
+        if parallel_config.layout(own) == parallel_config.layout(parallel_config.for_decode(options)):
             raise
         named = ConfigError(f"of the --prefill-replicas: {error}")
         for note in getattr(error, "__notes__", ()):
@@ -221,6 +223,8 @@ def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, s
         "load_format": model.load_format,
         "spec_model": drafter and f"{drafter.name} with {drafter.num_layers} layers of {drafter.hidden_size}",
     }
+    if parallel.nodes > 1:  # all ranks of a replica copy KV, or none
+        resolved["kv_offloading_size"] = "unset" if config.kv_store is None else "set"
     of_the_device = {
         "device": parallel.device,
         "dtype": model.dtype,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 
@@ -27,8 +27,8 @@ _NCCL_EXTRA_TIMEOUT = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class ParallelState:
-    """A rank's connections: the ranks of its stage, the previous and next stage, and the ranks that share its
-    experts."""
+    """A rank's connections: the ranks that share its layers, those that compute other tokens with the same weights, the
+    previous and next stage, and the ranks that share its experts."""
 
     tp: Parallel
     pipeline: Pipeline
@@ -37,17 +37,34 @@ class ParallelState:
     timeout: timedelta = timedelta(minutes=30)
     store: LinkStore | None = None
     """The ranks' rendezvous if they are on several hosts."""
+    pcp: Parallel = field(default_factory=Parallel)
+    """The ranks of the stage that divide the tokens of a step with this one (prefill context parallelism)."""
 
     @property
     def waited(self) -> float:
         """Seconds for which a CPU has waited for other ranks; see `Parallel.waited`."""
-        return self.tp.waited + self.pipeline.waited
+        return self.tp.waited + self.pcp.waited + self.pipeline.waited
 
     @property
     def communication(self) -> tuple[float, ...]:
         """Seconds for which a CPU has communicated, including waiting, for each of `GROUPS`."""
         experts = 0.0 if self.experts is None else self.experts.dp.spent + self.experts.all_ranks.spent
-        return self.tp.spent, self.pipeline.spent, experts
+        return self.tp.spent + self.pcp.spent, self.pipeline.spent, experts
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether this rank has got further than another one of its stage; see `Parallel.is_ahead`."""
+        return self.tp.is_ahead or self.pcp.is_ahead
+
+    def begin_step(self) -> None:
+        """See `Parallel.begin_step`."""
+        self.tp.begin_step()
+        self.pcp.begin_step()
+
+    def finalize(self) -> None:
+        """See `Parallel.finalize`."""
+        self.tp.finalize()
+        self.pcp.finalize()
 
     def watch(self, report: Callable[[str], None]) -> None:
         """Call `report`, from another thread, if a GPU waits in a collective for longer than the timeout."""
@@ -76,7 +93,7 @@ def connect(
     the same for all ranks: `file:///path` on one host, `tcp://host:port` of the leader of several (see `LinkStore`); a
     single rank needs none and creates no process group. `timeout` bounds every collective and message.
     """
-    width, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    width, stages, tp_size = config.stage_ranks, config.pipeline_parallel_size, config.tensor_parallel_size
     stage, position = config.stage_of(rank), config.tp_rank_of(rank)
     replicas = config.replicas if config.is_coupled else 1
     replica = config.replica if config.is_coupled else 0
@@ -124,10 +141,10 @@ def connect(
             return ExpertCommunicator()
         return ProcessGroupExpertCommunicator(group_of(ranks), group_of(ranks, "gloo"))
 
-    def joined(tp: Parallel, experts: ExpertGroup | None = None) -> ParallelState:
+    def joined(tp: Parallel, pcp: Parallel, experts: ExpertGroup | None = None) -> ParallelState:
         if store is not None:
             limit_all_retransmission()
-        return ParallelState(tp, pipeline, experts, timeout, store)
+        return ParallelState(tp, pipeline, experts, timeout, store, pcp)
 
     of_stage = tuple(  # in each replica
         tuple(range(first, first + width)) for first in range(stage * width, world_size, config.world_size)
@@ -139,16 +156,19 @@ def connect(
             return CudaParallel(group, device, is_custom)
         return CpuParallel(group, timeout) if device.type == "cpu" else HostStagedParallel(group)
 
-    tp = Parallel()
-    if width > 1:
-        tp = stage_communicator(of_stage[replica], is_custom=config.custom_all_reduce)
+    tp, pcp, own_stage = Parallel(), Parallel(), of_stage[replica]
+    if tp_size > 1:
+        first = config.pcp_rank_of(rank) * tp_size
+        tp = stage_communicator(own_stage[first : first + tp_size], is_custom=config.custom_all_reduce)
         if (size := config.decode_context_parallel_size) > 1:
             first = position - position % size
-            tp.context = stage_communicator(of_stage[replica][first : first + size], is_custom=False)
+            tp.context = stage_communicator(own_stage[first : first + size], is_custom=False)
+    if config.prefill_context_parallel_size > 1:
+        pcp = stage_communicator(own_stage[position::tp_size], is_custom=False)
     if config.experts is None:
-        return joined(tp)
+        return joined(tp, pcp)
     dp, all_ranks = communicator(tuple(ranks[position] for ranks in of_stage)), communicator(sum(of_stage, ()))
-    return joined(tp, ExpertGroup(config.experts, tp, dp, all_ranks))
+    return joined(tp, pcp, ExpertGroup(config.experts, tp, dp, all_ranks))
 
 
 def _backend(config: ParallelConfig, device: torch.device) -> str:

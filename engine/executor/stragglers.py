@@ -23,14 +23,15 @@ second."""
 
 
 class StragglerDetector:
-    """Compares the ranks of each stage. Stages are not compared: their times depend on how the layers are split.
+    """Compares the ranks that share each layer. Stages are not compared, as their times depend on how the layers are
+    split; nor ranks that divide the tokens of steps, as later tokens attend to more keys.
 
-    All ranks of a stage do the same work, and end a step at the same time. So the slower one hardly waits for others,
-    and the others wait for it.
+    All ranks of such a group do the same work, and end a step at the same time. So the slower one hardly waits for
+    others, and the others wait for it.
     """
 
     def __init__(self, width: int, name: Callable[[list[int]], str]) -> None:
-        """`width` is the number of ranks in a stage; `name` returns the names of ranks for log messages."""
+        """`width` is the number of ranks that share a layer; `name` returns the names of ranks for log messages."""
         self._width, self._name = width, name
         self._stragglers: set[int] = set()
         self._starts: dict[int, RankStats] = {}

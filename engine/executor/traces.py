@@ -31,7 +31,8 @@ def _send(trace: RankTrace, parallel: ParallelConfig, send: Callable[[TracePiece
     rank, stop = trace.rank, trace.stop
     clock = stop.clock if clock is None else stop.clock.after(clock)
     stage, tp_rank = parallel.stage_of(rank), parallel.tp_rank_of(rank)
-    process = f"replica {parallel.replica} · stage {stage} · tensor rank {tp_rank} (PP{stage} TP{tp_rank})"
+    context = f" · context rank {parallel.pcp_rank_of(rank)}" * (parallel.prefill_context_parallel_size > 1)
+    process = f"replica {parallel.replica} · stage {stage}{context} · tensor rank {tp_rank} (PP{stage} TP{tp_rank})"
     pid = process_id(parallel.replica, rank)
     summary = TraceSummary(process, pid, 0, clock, trace.steps, trace.is_cut, trace.error)
     try:

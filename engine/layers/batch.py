@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,7 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels import AdapterRows, HostMetadata, StateSegments
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.sending import send
+from quire.kernels import AdapterRows, HostMetadata, RecurrentState, StateSegments
+from quire.kernels.cache import LARGEST, QuantizedRows
+
+Ints = npt.NDArray[np.int64]
 
 
 class KVBlocks(NamedTuple):
@@ -133,6 +138,23 @@ class BatchAdapters(NamedTuple):
     sampling: AdapterRows
     """Of the rows whose logits are computed: those of `Batch.logits_indices`."""
 
+    def share(self, slots: Ints, last_tokens: Ints) -> BatchAdapters:
+        """Those of tokens with these slots, of which `last_tokens` are their requests' last ones; with the same
+        `sampling`."""
+        num_slots, device = len(self.tokens.starts) - 2, self.tokens.order.device
+        tokens, last = (
+            AdapterRows(send(torch.from_numpy(order), device), send(torch.from_numpy(starts), device), True, starts)
+            for order, starts in (by_slot(slots, num_slots), by_slot(slots[last_tokens], num_slots))
+        )
+        return BatchAdapters(tokens, last, self.sampling)
+
+
+def by_slot(slots: Ints, num_slots: int) -> tuple[Ints, Ints]:
+    """`AdapterRows.order` and `starts` of rows with these slots; negative: none."""
+    groups = np.where(slots < 0, num_slots, slots)
+    order = groups.argsort(kind="stable")
+    return order, np.searchsorted(groups[order], np.arange(num_slots + 2))
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -166,7 +188,9 @@ class Batch:
     `MediaSpec.place_axes`, `[place_axes, tokens]`), or `[tokens]` if they are the same along all axes; None: they are
     `positions`."""
     media_tokens: Tensor | None = None
-    """`[features]`, indices of the tokens whose embeddings are replaced by features of images and videos."""
+    """`[features]`, indices of the tokens whose embeddings are replaced by features of images and videos, ascending."""
+    media_places: Ints | None = None
+    """The same on the host; None: they are not known there."""
     media_features: Tensor | None = None
     """`[features, feature_width]`, for the first stage."""
     key_ends: Tensor | None = None
@@ -174,16 +198,70 @@ class Batch:
     tokens of a run of features attend to each other in both directions; None: each token's own is its last."""
     adapters: BatchAdapters | None = None
     """None: no row has an adapter."""
+    adapter_slots: Ints | None = None
+    """`[tokens]`, the slot of each token's adapter, on the host; negative: none. None: no row has one, or they are not
+    known there."""
     recent: RecentTokens | None = None
     """None: the cache is not in 4 bits."""
     on_layer: Callable[[int], None] | None = None
-    """Called when a layer has been computed (on a GPU: launched), with its number in the stage. Only `Decoder` does."""
+    """Called when all of a layer's KV has been computed (on a GPU: launched), with its number in the stage, in order.
+    `DecodeGraphs`, and models with recurrent states that transformers computes, do not call it."""
+    shares: TokenShares | None = None
+    """This is one of these shares of a step; None: it is the whole step."""
     shared: SharedResults = field(default_factory=SharedResults)
     """Each forward pass begins with new ones."""
 
     def host_metadata(self) -> HostMetadata:
         """`host`, or the same read from the tensors."""
         return self.host or _read_from_device(self.query_starts, self.sequence_lengths)
+
+    def share(self, parallel: Parallel) -> Batch:
+        """This rank's share of the tokens, which the ranks of `parallel` divide. `logits_indices`, and the adapters of
+        their rows, stay those of the whole step."""
+        assert self.key_ends is None, "tokens attend to later ones"
+        assert self.recent is None, "blocks in 4 bits have one scale for several tokens"
+        count, rank, size = len(self.token_ids), parallel.rank, share_size(len(self.token_ids), parallel.size)
+        first = share_start(count, parallel.size, rank)
+        last = first + size
+        own, (counts, lengths, _) = slice(first, last), self.host_metadata()
+        ends = counts.cumsum()
+        begin, end = int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1
+        requests, own_ends = slice(begin, end), ends[begin:end].clip(max=last)
+        starts = self.query_starts[begin : end + 1]
+        own_starts = starts.clamp(first, last)
+        belonging = min(rank * size, count), min((rank + 1) * size, count)  # without what overlaps earlier shares
+        ended = range(*np.searchsorted(ends, belonging, "right").tolist())
+        adapters, adapter_slots = self.adapters, self.adapter_slots
+        if adapters is not None:
+            assert adapter_slots is not None
+            adapter_slots = adapter_slots[own]
+            adapters = adapters.share(adapter_slots, own_ends - first - 1)
+        media_tokens, places, features = self.media_tokens, self.media_places, self.media_features
+        if media_tokens is not None:
+            assert places is not None
+            of_media = slice(*np.searchsorted(places, (first, last)).tolist())
+            media_tokens, places = media_tokens[of_media] - first, places[of_media] - first
+            features = None if features is None else features[of_media]
+        return replace(
+            self,
+            token_ids=self.token_ids[own],
+            positions=self.positions[own],
+            sequence_lengths=self.sequence_lengths[requests] - (starts - own_starts)[1:],
+            query_starts=own_starts - first,
+            groups={
+                number: KVBlocks(each.slot_mapping[own], each.block_tables[requests])
+                for number, each in self.groups.items()
+                if isinstance(each, KVBlocks)
+            },
+            host=HostMetadata(np.diff(own_ends, prepend=first), lengths[requests] - (ends[requests] - own_ends), {}),
+            rope_positions=None if self.rope_positions is None else self.rope_positions[..., own],
+            media_tokens=media_tokens,
+            media_places=places,
+            media_features=features,
+            adapters=adapters,
+            adapter_slots=adapter_slots,
+            shares=TokenShares(parallel, self, own, range(begin, end), ended),
+        )
 
     def adapters_of(self, last_tokens: Tensor | None = None) -> AdapterRows | None:
         """The adapters of the rows of all tokens, or only of the `last_tokens` of requests where there are no others;
@@ -204,6 +282,84 @@ class Batch:
         segments = self.groups[group]
         assert isinstance(segments, StateSegments)
         return segments
+
+
+@dataclass(frozen=True)
+class TokenShares:
+    """How ranks with the same weights and the same whole KV cache divide the tokens of a step (prefill context
+    parallelism).
+
+    Each rank computes a run of them, whatever they are: parts of prompts, drafts or decodes. A layer of attention
+    writes the keys and values of its rank's tokens, and gets the rows that the other ranks have written before any rank
+    attends. A recurrent layer gets the inputs of all tokens, which each rank computes. Everything else in a layer
+    concerns single tokens.
+
+    All shares have the same size, so that collectives need no padding, and no rank is without tokens: where a step
+    cannot be divided evenly, shares overlap at its end. A token belongs to the first share that has it.
+    """
+
+    parallel: Parallel
+    whole: Batch
+    """The step."""
+    own: slice
+    """The tokens of this rank's share."""
+    requests: range
+    """Those with tokens in this rank's share."""
+    ended: range
+    """Those whose last token belongs to it."""
+    places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By KV cache group: the blocks of all tokens and their offsets there, which the group's first layer computes."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Each rank's `[tokens of its share, width]` → `[tokens of the step, width]`"""
+        size, ranks, end = len(x), self.parallel.size, len(self.whole.token_ids)
+        shares = self.parallel.all_gather(x.reshape(-1)).view(ranks, size, -1)
+        if size * ranks == end:
+            return shares.view(end, -1)
+        owned = [(min(number * size, end), min((number + 1) * size, end)) for number in range(ranks)]
+        firsts = [share_start(end, ranks, number) for number in range(ranks)]
+        parts = zip(shares.unbind(), firsts, owned, strict=True)
+        return torch.cat([share[begin - first : stop - first] for share, first, (begin, stop) in parts])
+
+    def gather_last(self, x: Tensor) -> Tensor:
+        """Each rank's `[requests with tokens in its share, width]`, of their last tokens there → `[requests of the
+        step, width]`"""
+        out, first = x.new_zeros(len(self.whole.sequence_lengths), x.shape[1]), self.requests.start
+        out[self.ended.start : self.ended.stop] = x[self.ended.start - first : self.ended.stop - first]
+        return self.parallel.all_reduce(out)
+
+    def recur(self, layer: Callable[..., Tensor], x: Tensor, group: int, state: RecurrentState | None) -> Tensor:
+        """The results of a recurrent layer for this rank's tokens. Each rank computes those of all tokens of the step,
+        as the state passes from token to token: `x` has the inputs of this rank's."""
+        whole = self.whole
+        return layer(self.gather(x), whole.positions, whole.segments(group), state, whole.adapters_of())[self.own]
+
+    def exchange(self, memory: Tensor, group: int) -> None:
+        """Copy the rows of all tokens of the step to `memory` of a layer, `[num_tensors, blocks, kv_heads, block_size,
+        row]`, which has those of this rank's tokens."""
+        views, block_size, slots = [memory], memory.shape[3], self.whole.attention(group).slot_mapping
+        if group not in self.places:
+            self.places[group] = slots // block_size, slots % block_size
+        blocks, offsets = self.places[group]
+        if memory.dtype in LARGEST:  # as bytes: torch cannot index 8-bit floats
+            views = [each.view(torch.uint8) for each in QuantizedRows.of(memory)]
+        found = [view[:, blocks[self.own], :, offsets[self.own]].flatten(1) for view in views]
+        gathered = self.gather(torch.cat(found, dim=1))
+        parts = gathered.split_with_sizes([part.shape[1] for part in found], dim=1)
+        for view, part in zip(views, parts, strict=True):
+            rows = part.view(len(slots), view.shape[0], view.shape[2], view.shape[4])
+            view[:, blocks, :, offsets] = rows
+
+
+def share_size(num_tokens: int, ranks: int) -> int:
+    """Tokens of each rank in a step."""
+    return -(-num_tokens // ranks)
+
+
+def share_start(num_tokens: int, ranks: int, rank: int) -> int:
+    """The first token of a rank's share."""
+    size = share_size(num_tokens, ranks)
+    return min(rank * size, num_tokens - size)
 
 
 def _read_from_device(query_starts: Tensor, sequence_lengths: Tensor) -> HostMetadata:

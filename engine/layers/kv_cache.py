@@ -113,7 +113,10 @@ class LayerCache(NamedTuple):
         assert self.memory is not None
         slots = self.own_metadata(batch, context).slot_mapping
         if self.recent is None:
-            return kernels.rotary_write_kv(query, key, value, cos_sin, self.memory, slots)
+            query = kernels.rotary_write_kv(query, key, value, cos_sin, self.memory, slots)
+            if batch.shares is not None:
+                batch.shares.exchange(self.memory, self.group)
+            return query
         assert batch.recent is not None
         if batch.recent.moves is not None:
             self.recent.move(batch.recent.moves)

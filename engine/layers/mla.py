@@ -148,6 +148,9 @@ class Indexer(nn.Module):
         key = self.key_norm(self.key(x, adapters))
         key = key if self.gate is None else torch.cat((key, self.gate.logits(x, adapters).to(key.dtype)), dim=-1)
         query = kernels.rotary_write_kv(query, key[:, None], None, cos_sin, rows, metadata.slot_mapping)
+        if batch.shares is not None:
+            assert pool == 1
+            batch.shares.exchange(rows, cache.group)
         keys = rows
         if self.position_bias is not None:
             keys = rows[:, :, :, pool - 1 :: pool, : self._spec.head_dim]
@@ -238,6 +241,8 @@ class MLA(nn.Module):
         latent = latent if spec.latent_multiplier == 1.0 else latent * spec.latent_multiplier
         key = torch.cat((rotary_key, latent), dim=-1)[:, None]
         query = kernels.rotary_write_kv(query, key, None, cos_sin, memory, kept.slot_mapping)
+        if batch.shares is not None:
+            batch.shares.exchange(memory, cache.group)
         selection = Selection() if spec.top_k is None else batch.shared.selection
         mixed = self._attend(query, metadata, memory, selection, self.up.slots(adapters), kept)
         if gate is not None:

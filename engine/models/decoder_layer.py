@@ -92,9 +92,19 @@ class DecoderLayer(nn.Module):
             last = () if step.last_tokens is None else (step.last_tokens,)
             outputs.append(self.attention(normed, batch, step.cos_sin, cache, *last))
         if self.state is not None:
-            segments = batch.segments(cache.state_group)
-            outputs.append(self.state(normed, batch.positions, segments, cache.state, batch.adapters_of()))
+            outputs.append(self._recur(normed, step))
         return self._scaled(apply(self.attention_post_norm, sum(outputs[1:], start=outputs[0])))
+
+    def _recur(self, normed: Tensor | kernels.RoundedRows, step: LayerStep) -> Tensor:
+        """The output of the recurrent state."""
+        assert self.state is not None
+        batch, cache = step.batch, step.cache
+        if batch.shares is not None:
+            assert isinstance(normed, Tensor)
+            return batch.shares.recur(self.state, normed, cache.state_group, cache.state)
+        segments = batch.segments(cache.state_group)
+        out: Tensor = self.state(normed, batch.positions, segments, cache.state, batch.adapters_of())
+        return out
 
     def _fed(self, normed: Tensor | kernels.RoundedRows, step: LayerStep) -> Tensor:
         """The contribution of the feed-forward layer to the residual stream."""

@@ -40,5 +40,4 @@ class SharedBlockLayer(DecoderLayer):
         place = batch, step.cos_sin, cache
         block = self.block(torch.cat((x, step.own), dim=-1), *place, self.attention_adapter, self.feed_forward_adapter)
         normed = apply(self.attention_norm, x + self.block_output(block, adapters))
-        segments = batch.segments(cache.state_group)
-        return self.state(normed, batch.positions, segments, cache.state, adapters), x
+        return self._recur(normed, step), x

@@ -251,5 +251,5 @@ def make_speculation(config: EngineConfig) -> SpeculationManager | None:
     block_size = config.cache.block_size if any(group.is_state for group in config.cache.groups) else None
     if speculative.model is None:
         return SpeculationManager(speculative, most, block_size)
-    ranks_wait_for_cpu = config.parallel.device == "cpu" and config.parallel.tensor_parallel_size > 1
+    ranks_wait_for_cpu = config.parallel.device == "cpu" and config.parallel.stage_ranks > 1
     return ModelSpeculationManager(speculative, most, block_size, ranks_wait_for_cpu=ranks_wait_for_cpu)

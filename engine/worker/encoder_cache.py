@@ -28,7 +28,8 @@ from quire.kernels import OneAdapter
 logger = logging.getLogger(__name__)
 
 _RAN, _FAILED, _NO_MEMORY = 1.0, 2.0, 3.0
-"""What became of the steps of an item on the rank that ran them. Others that divide items have 0."""
+"""What became of the steps of an item on the rank that ran them. Others that divide items have 0. Of several ranks, the
+largest counts."""
 
 
 class _Begun(NamedTuple):
@@ -47,6 +48,9 @@ class EncoderCache:
 
     The ranks share the computation of each item, unless the tower `divides_items`: then each item is one rank's
     (`TowerSpec.rank_of`), which computes it alone, and the others get the features from it.
+
+    Groups of ranks that divide the tokens of a step each compute all items. Invariant: they have features of the same
+    items, and zeros for the same ones, as all of them write keys and values of all tokens.
     """
 
     def __init__(
@@ -57,12 +61,14 @@ class EncoderCache:
         device: torch.device,
         parallel: Parallel,
         adapters: AdapterStore | None = None,
+        pcp: Parallel | None = None,
     ) -> None:
-        """`spec` is the tower's, and `dtype` the features'. `parallel` are the ranks that share the tower. `adapters`
-        may change it."""
+        """`spec` is the tower's, and `dtype` the features'. `parallel` are the ranks that share the tower, `pcp` this
+        rank's counterparts in the groups that divide the tokens of a step. `adapters` may change the tower."""
         self._tower, self._device, self._parallel = tower, device, parallel
         self._spec, self._dtype, self._adapters = spec, dtype, adapters
         self._divides_items = spec.divides_items and parallel.size > 1
+        self._pcp = pcp or Parallel()
         self._features: dict[bytes, Tensor] = {}
         """`[features, feature_width]` each."""
         self._begun: dict[bytes, _Begun] = {}
@@ -74,8 +80,9 @@ class EncoderCache:
         Most errors depend on the item alone, whose data is not what the tower takes. Then all ranks that compute it
         fail at the same place, and none waits for another. If one of them cannot read the data, all learn it before
         they begin. A lack of memory in the tower may be of a rank alone, for which the others wait in a collective of
-        the tower, so it is raised, unless a single rank computes the item. Ranks that divide items tell each other
-        afterwards what became of them.
+        the tower, so it is raised, unless a single rank computes the item. Ranks that divide items, and groups that
+        divide the tokens of a step, tell each other afterwards what became of them: an item that one could not encode
+        has failed on all.
         """
         self.free(plan)
         items = [item for item in plan.encoded if item.digest not in self._features]  # zeros: it could not be begun
@@ -84,9 +91,11 @@ class EncoderCache:
             self._run(item, count, plan.adapter_slots.get(item.digest)) if self._is_own(item) else 0.0
             for item, count in zip(items, counts, strict=True)
         ]
-        if self._divides_items and items:
-            self._parallel.wait_for_all()
-            outcomes = self._parallel.all_reduce(torch.tensor(outcomes, device=self._device)).tolist()
+        for group, is_told in (self._parallel, self._divides_items), (self._pcp, self._pcp.size > 1):
+            if is_told and items:
+                group.wait_for_all()
+                gathered = group.all_gather(torch.tensor(outcomes, device=self._device))
+                outcomes = gathered.view(group.size, -1).amax(dim=0).tolist()
         assert all(outcomes), "each item is a rank's"
         failures = dict[bytes, str]()
         for item, count, outcome in zip(items, counts, outcomes, strict=True):
@@ -94,6 +103,7 @@ class EncoderCache:
                 torch.zeros, item.num_features, self._spec.feature_width, dtype=self._dtype, device=self._device
             )
             if outcome != _RAN:
+                self._begun.pop(item.digest, None)
                 failures[item.digest] = _failure(item, outcome)
                 self._features[item.digest] = make_zeros()
             elif self._divides_items and count is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.engine_config import RecentBlocks
-from quire.engine.layers.batch import Batch, BatchAdapters, KVBlocks, RecentTokens
+from quire.engine.layers.batch import Batch, BatchAdapters, KVBlocks, RecentTokens, by_slot
 from quire.engine.protocol.adapters import NO_SLOT
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import NewRequestData, SchedulerOutput
@@ -328,7 +328,7 @@ class InputBatch:
         width = -(-int(lengths.max(initial=1)) // self.block_size)
         tokens = self.token_indices(owners, positions)
         segments = {group: self._segments(rows, starts, self._tables[group]) for group in self._states}
-        adapters = self._adapters(owners, positions, starts, last)
+        adapter_slots, adapters = self._adapters(owners, positions, starts, last)
         token_ids, tables, sent = self._gather(
             tokens,
             slots,
@@ -361,10 +361,12 @@ class InputBatch:
             logits_indices_only=logits_indices_only,
             rope_positions=of_media.get("rope_positions"),
             media_tokens=of_media.get("media_tokens"),
+            media_places=tensors.get("media_tokens"),
             key_ends=of_media.get("key_ends"),
             adapters=BatchAdapters(*(AdapterRows(next(rest), next(rest), True, each) for each in adapters[1::2]))
             if adapters
             else None,
+            adapter_slots=adapter_slots,
             recent=_recent_tokens([*rest]),
         )
         return batch, kept
@@ -377,32 +379,23 @@ class InputBatch:
         places, moves = self.recent.of_step(slots, first, counts, owners, positions)
         return [places] if moves is None else [places, moves.ravel()]
 
-    def _adapters(self, owners: Ints, positions: Ints, starts: Ints, last: Ints) -> list[Ints]:
-        """The tensors of `AdapterRows` of tokens at these positions of these slots, of the last one of each row, and of
-        the tokens `last`; empty: no token has an adapter."""
-        of_tokens = self.adapter_slots[owners]
+    def _adapters(self, owners: Ints, positions: Ints, starts: Ints, last: Ints) -> tuple[Ints | None, list[Ints]]:
+        """The adapters' slots of tokens at these positions of these request slots, and the tensors of `AdapterRows` of
+        these tokens, of the last one of each row, and of the tokens `last`; None and empty: no token has an adapter."""
+        if not self._num_adapter_slots:
+            return None, []
+        of_tokens: Ints = np.where(positions < self.adapter_starts[owners], NO_SLOT, self.adapter_slots[owners])
         if (of_tokens < 0).all():
-            return []
-        of_tokens = np.where(positions < self.adapter_starts[owners], NO_SLOT, of_tokens)
-        if (of_tokens < 0).all():
-            return []
-        return [
-            each for slots in (of_tokens, of_tokens[starts[1:] - 1], of_tokens[last]) for each in self._by_slot(slots)
-        ]
+            return None, []
+        parts = of_tokens, of_tokens[starts[1:] - 1], of_tokens[last]
+        return of_tokens, [each for slots in parts for each in by_slot(slots, self._num_adapter_slots)]
 
     def adapter_rows(self, slots: Ints) -> AdapterRows | None:
         """Rows with the adapters in these slots; None: no row has one."""
         if (slots < 0).all():
             return None
-        order, starts = self._by_slot(slots)
+        order, starts = by_slot(slots, self._num_adapter_slots)
         return AdapterRows(send(order, self._device), send(starts, self._device), True, starts)
-
-    def _by_slot(self, slots: Ints) -> tuple[Ints, Ints]:
-        """The tensors of `AdapterRows`."""
-        none = self._num_adapter_slots
-        groups = np.where(slots < 0, none, slots)
-        order = groups.argsort(kind="stable")
-        return order, np.searchsorted(groups[order], np.arange(none + 2))
 
     def _slot_mappings(self, slots: Ints, blocks: Ints, offsets: Ints) -> Iterator[Ints]:
         """For each group of attention layers, the places in the cache of tokens at `offsets` in these blocks of the

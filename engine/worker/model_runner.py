@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import ParallelState
-from quire.engine.layers.batch import Batch
+from quire.engine.layers.batch import Batch, share_size
 from quire.engine.models.build import Model, load_model
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
@@ -76,12 +76,13 @@ class ModelRunner:
     ) -> None:
         """`wait_for_kernels` blocks until the device's kernels are ready. It is called after the weights are loaded.
         `on_report` is as `Worker.on_report`."""
-        self._tp, self._pipeline, self._device = parallel_state.tp, parallel_state.pipeline, device
+        self._tp, self._pcp, self._pipeline = parallel_state.tp, parallel_state.pcp, parallel_state.pipeline
+        self._begin_step, self._device = parallel_state.begin_step, device
         self._replicas: ExpertCommunicator | None = None
         """This rank's counterparts in the replicas that share experts; None: there are none."""
         if (experts := parallel_state.experts) is not None and experts.dp.size > 1:
             self._replicas = experts.dp
-        is_single_rank = self._tp.size == self._pipeline.size == 1 and self._replicas is None
+        is_single_rank = config.parallel.world_size == 1 and self._replicas is None
         self._oom_handler = OOMHandler(device) if is_single_rank else None
 
         model, cache, slots = config.model, config.cache, config.scheduler.max_num_seqs
@@ -116,7 +117,8 @@ class ModelRunner:
         tower = None if isinstance(self._model, Encoder) else self._model.tower
         if tower is not None:
             assert media is not None
-            self._encoder_cache = EncoderCache(tower, media.tower, self._dtype, device, self._tp, self._adapters)
+            of_tower = tower, media.tower, self._dtype, device
+            self._encoder_cache = EncoderCache(*of_tower, self._tp, self._adapters, self._pcp)
         states = [number for number, group in enumerate(cache.groups) if group.is_state]
         self._input_batch = InputBatch(
             slots=slots,
@@ -185,7 +187,7 @@ class ModelRunner:
         """
         if self._balancer is not None:
             self._balancer.post_receive()
-        self._pipeline.post_receive((plan.num_tokens or 1, self._stage_width), self._dtype)
+        self._pipeline.post_receive(self._received_shape(plan), self._dtype)
 
     def finalize(self) -> dict[str, float]:
         """Prepare for requests, once all ranks are loaded. Returns the seconds that each part took.
@@ -257,7 +259,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, plan: SchedulerOutput) -> AsyncOutput:
-        returns_result = self._pipeline.is_last and self._tp.rank == 0
+        returns_result = self._pipeline.is_last and self._tp.rank == self._pcp.rank == 0
         failures = dict[bytes, str]()
         """See `EncoderOutput`."""
         result: ModelRunnerOutput | None = None
@@ -265,7 +267,7 @@ class ModelRunner:
         if returns_result:
             result = ModelRunnerOutput(plan.step, [-1] * plan.num_rows, encoding_failures=failures)
             result.adapter_failures, reported = self._adapter_failures, result
-        elif self._encoder_cache is not None and self._tp.rank == 0 and plan.encodes:
+        elif self._encoder_cache is not None and self._tp.rank == self._pcp.rank == 0 and plan.encodes:
             reported = EncoderOutput(plan.step, failures)
         if self._replicas is None:
             return AsyncOutput(reported, self._run(plan, (), result, failures), self._device)
@@ -301,17 +303,20 @@ class ModelRunner:
         expert_load = None if self._balancer is None else self._balancer.step()
         if result is not None:
             result.expert_load = expert_load
-        self._tp.begin_step()
+        self._begin_step()
         rows = self._update_states(plan, failures)
         if not plan.num_rows and not any(replica_tokens):
             return self._run_without_rows(plan)
         batch, places = self._prepare_inputs(rows, replica_tokens)
         if not plan.num_rows:
             return self._run_without_rows(plan, batch)
-        hidden = self.execute_model(self._receive(plan), batch)
+        own = batch.share(self._pcp) if self._num_shares(plan) > 1 else batch
+        hidden = self.execute_model(self._receive(plan), own)
         if result is not None and self._graphs is not None:
             result.has_captured, self._graphs.has_captured = self._graphs.has_captured, False
         readings: list[AsyncRead] = []
+        if self._pipeline.is_last and own.shares is not None:
+            hidden = own.shares.gather_last(hidden) if own.logits_indices_only else own.shares.gather(hidden)
         if not self._pipeline.is_last:
             self._pipeline.send(hidden)
         elif self._pooling_runner is not None:
@@ -360,12 +365,23 @@ class ModelRunner:
         """The previous stage's output; None on the first stage."""
         if self._pipeline.is_first:
             return None
-        return self._pipeline.receive((plan.num_tokens or 1, self._stage_width), self._dtype, is_patient=plan.encodes)
+        return self._pipeline.receive(self._received_shape(plan), self._dtype, is_patient=plan.encodes)
+
+    def _received_shape(self, plan: SchedulerOutput) -> tuple[int, int]:
+        """Of the previous stage's output for this rank; a plan without rows has one, too."""
+        return share_size(plan.num_tokens or 1, self._num_shares(plan)), self._stage_width
+
+    def _num_shares(self, plan: SchedulerOutput) -> int:
+        """The number of ranks that divide the step's tokens. Each rank computes a whole step of decodes, with drafts or
+        without, as the ranks would read the same weights for parts of it; so nothing is exchanged, and it can be
+        replayed. That includes accepted drafts, which models with recurrent states compute again."""
+        is_divided = self._pcp.size > 1 and any(row.has_prompt_tokens for row in plan.scheduled)
+        return self._pcp.size if is_divided else 1
 
     def execute_model(self, received: Tensor | None, batch: Batch) -> Tensor:
         """Run this stage's layers: the output of `Decoder.forward`."""
         is_eager, replayed = self._adapters is not None and self._adapters.changes_embedding(batch), None
-        if self._graphs is not None and not is_eager:
+        if self._graphs is not None and not is_eager and batch.shares is None:
             replayed = self._graphs.run(received, batch)
         return self._model(received, batch, self._kv_caches.layers) if replayed is None else replayed
 
@@ -397,7 +413,7 @@ class ModelRunner:
             tokens, readings = sampled.tokens, [AsyncRead([sampled.tokens, token_ids, *sampled.columns], fill)]
         has_readers = self._pipeline.is_first or (self._drafts and plan.num_drafts is not None)
         if has_readers and len(rows.sampling):
-            tokens = self._tp.broadcast(tokens)
+            tokens = self._tp.broadcast(self._pcp.broadcast(tokens))
             self._input_batch.write_sampled(places, tokens)
         if self._pipeline.is_first:
             self._input_batch.append_sampled(rows)
@@ -428,6 +444,8 @@ class ModelRunner:
         step = SampledStep(rows, first, batch, hidden, num_accepted, may_draft(rows, [*plan.masks]), plan.num_drafts)
         draft = partial(self._drafter.draft, step, self._input_batch)
         drafts = draft() if self._oom_handler is None else self._oom_handler.attempt("drafts", draft)
+        if drafts is not None:  # as sampled tokens are: ranks need not round in the same way
+            drafts = replace(drafts, tokens=self._pcp.broadcast(drafts.tokens))
         if self._step_end is not None:
             self._step_end.drafts = drafts
         if drafts is None or result is None:
@@ -480,7 +498,7 @@ class ModelRunner:
         hidden = self._receive(plan)
         if batch is not None:
             self.execute_model(None if hidden is None else hidden[:0], batch)
-        self._tp.all_reduce(torch.zeros(1, device=self._device))
+        self._tp.all_reduce(self._pcp.all_reduce(torch.zeros(1, device=self._device)))
         if not self._pipeline.is_last:
             self._pipeline.send(torch.zeros(1, self._stage_width, dtype=self._dtype, device=self._device))
         return []

@@ -90,7 +90,7 @@ class Worker:
                 raise ConfigError(str(error)) from error
             waited += time.perf_counter() - begin
             # Measures while nothing else runs, before CUDA graphs capture the chosen algorithms.
-            self._parallel_state.tp.finalize()
+            self._parallel_state.finalize()
 
         if parallel.device == "cpu":
             ready()  # packing weights depends on the kernels
@@ -163,8 +163,8 @@ class Worker:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether this rank has got further than another one of its stage; see `Parallel.is_ahead`."""
-        return self._parallel_state.tp.is_ahead
+        """See `ParallelState.is_ahead`."""
+        return self._parallel_state.is_ahead
 
     def watch(self, report: Callable[[str], None]) -> None:
         """Call `report`, from another thread, if this rank's GPU waits in a collective for longer than the timeout."""

@@ -9,7 +9,7 @@ import logging
 import math
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -139,19 +139,20 @@ def choose(options: EngineOptions, given: Collection[str], goal: Goal) -> Engine
     first, *more = candidates(options, count, given, has_experts=True)
     if not more:
         options = replace(options, **first)
-        logger.info("--auto: %s, the only layout%s", layout_flags(first), _idle(count, first))
+        logger.info("--auto: %s, the only layout%s", layout_flags(first), _idle(count, options))
         return options
     machine = this_machine(options, 1, NETWORK_GIGABYTES)
     try:
         best, others = best_layout(options, machine, given=given, goal=goal)
     except ConfigError as error:
         raise ConfigError(f"--auto: {error}") from None
-    logger.info("--auto on %s: %s, %s%s", machine.text, best.flags, _rates(best), _idle(count, best.options))
+    chosen = replace(options, **best.options)
+    logger.info("--auto on %s: %s, %s%s", machine.text, best.flags, _rates(best), _idle(count, chosen))
     for other in others[:_MAX_OTHERS]:
         logger.info("--auto: or give %s, %s", other.flags, _rates(other))
     if len(others) > _MAX_OTHERS:
         logger.info("--auto: %d more fit; quire plan prints them", len(others) - _MAX_OTHERS)
-    return replace(options, **best.options)
+    return chosen
 
 
 def _rates(layout: Layout) -> str:
@@ -162,9 +163,9 @@ def _rates(layout: Layout) -> str:
     )
 
 
-def _idle(count: int, layout: Mapping[str, Any]) -> str:
+def _idle(count: int, options: EngineOptions) -> str:
     """The remark if the layouts with the given degrees do not use all devices."""
-    used = math.prod(layout[name] for name in DEGREES)
+    used = math.prod(getattr(options, name) for name in DEGREES) * options.prefill_context_parallel_size
     return f"; {count - used} of {count} GPUs are idle, as {used} are used" if used < count else ""
 
 
@@ -196,7 +197,7 @@ def _text(
     if refused:
         lines += ["", "Layouts that are not possible:", *(f"  {layout.flags}: {layout.reason}" for layout in refused)]
     shown = fits[0].options if fits else refused[0].options
-    if idle := _idle(machine.count * machine.nodes, shown):
+    if idle := _idle(machine.count * machine.nodes, replace(options, **shown)):
         lines += ["", f"With the degrees that are given{idle.removeprefix(';')}."]
     if fits:
         lines += ["", "Serve the first with:", *(f"  {line}" for line in commands(options, fits[0]))]

@@ -72,7 +72,10 @@ class Profiler:
                 self._raise(replies)
             writer = TraceWriter(file)
             summaries: dict[tuple[int, int], TraceSummary] = {}
-            ranks = {each.index: each.tensor_parallel_size * len(each.stages) for each in client.replicas}
+            ranks = {
+                each.index: each.tensor_parallel_size * each.prefill_context_parallel_size * len(each.stages)
+                for each in client.replicas
+            }
             expected = {(replica, rank) for replica in recorded for rank in range(CORE, ranks[replica])}
             while len(summaries) < len(expected):
                 async with asyncio.timeout(_PIECE_SECONDS):

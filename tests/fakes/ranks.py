@@ -57,6 +57,11 @@ def on_replicas(dp: int, tp: int, config: ExpertParallelConfig, work: Callable[[
     return _side_by_side(dp * tp, lambda rank: work(groups[rank]), barriers)
 
 
+def peers_of(size: int) -> list[Parallel]:
+    """Ranks that communicate with each other alone."""
+    return _stage(size)
+
+
 def _stage(size: int, context: int = 1) -> list[Parallel]:
     if size == 1:
         return [Parallel()]

@@ -21,7 +21,7 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import RankStats
 from quire.engine.protocol.supervision import LogLevel, Reload
 from quire.engine.worker.model_runner import ModelRunner
-from tests.fakes.ranks import expert_groups
+from tests.fakes.ranks import expert_groups, peers_of
 
 
 class QueuePipeline(Pipeline):
@@ -47,25 +47,31 @@ class ThreadExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, parallel = config, config.parallel
-        tp, stages = parallel.tensor_parallel_size, len(parallel.stages)
+        tp, pcp, stages = parallel.tensor_parallel_size, parallel.prefill_context_parallel_size, len(parallel.stages)
         self.seconds: dict[str, float] = {}
         self._plans: list[SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None]] = []
         self._threads: list[threading.Thread] = []
-        queues: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(stages)] for _ in range(tp)]
+        queues: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(stages)] for _ in range(tp * pcp)]
         for stage in range(stages):
             spread = parallel.experts or ExpertParallelConfig()
-            groups, _ = expert_groups(1, tp, spread, parallel.decode_context_parallel_size)
+            groups = [
+                group
+                for _ in range(pcp)
+                for group in expert_groups(1, tp, spread, parallel.decode_context_parallel_size)[0]
+            ]
+            columns = [peers_of(pcp) for _ in range(tp)]
             for rank, group in enumerate(groups):
                 experts = None if parallel.experts is None else group
-                links = ParallelState(group.tp, QueuePipeline(stage, stages, queues[rank]), experts)
-                number, cpu = stage * tp + rank, torch.device("cpu")
+                pipeline = QueuePipeline(stage, stages, queues[rank])
+                links = ParallelState(group.tp, pipeline, experts, pcp=columns[rank % tp][rank // tp])
+                number, cpu = stage * tp * pcp + rank, torch.device("cpu")
                 runner = ModelRunner(config, number, links, cpu, on_report=lambda report: self.on_report(report))
                 plans: SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None] = SimpleQueue()
                 self._plans.append(plans)
                 self._threads.append(threading.Thread(target=self._run, args=(runner, plans), daemon=True))
         for thread in self._threads:
             thread.start()
-        self._last = (stages - 1) * tp
+        self._last = (stages - 1) * tp * pcp
 
     @staticmethod
     def _run(runner: ModelRunner, plans: SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None]) -> None:

@@ -190,24 +190,19 @@ class PagedAttention:
     def __init__(self) -> None:
         self._batch: Batch | None = None
         self._caches: Sequence[LayerCache] = ()
-        self._next = 0
+        self._layers: Sequence[int] = ()
+        self._next = self._num_complete = 0
 
-    def begin(self, batch: Batch, caches: Sequence[LayerCache]) -> None:
-        self._batch, self._caches, self._next = batch, caches, 0
+    def begin(self, batch: Batch, caches: Sequence[LayerCache], layers: Sequence[int] = ()) -> None:
+        """`layers` are the numbers in the stage of the layers that the caches belong to, in the order of the calls.
+        `Batch.on_layer`, which needs them, is called for each when neither it nor one before it is still to come."""
+        self._batch, self._caches, self._layers = batch, caches, layers
+        self._next = self._num_complete = 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, terms: Terms) -> Tensor:
-        self._next += 1
-        return self.answer(self._next - 1, query, key, value, settings, terms)
-
-    def within_tokens(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, scale=scale)
-
-    def answer(
-        self, number: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, terms: Terms
-    ) -> Tensor:
-        """Run call `number` of the step."""
         assert self._batch is not None
-        cache = self._caches[number]
+        cache = self._caches[self._next]
+        self._next += 1
         value_dim, size = value.shape[-1], max(query.shape[-1], value.shape[-1])
         if query.shape[-1] != value_dim:  # the cache's keys and values have the same size
             query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
@@ -222,7 +217,15 @@ class PagedAttention:
             sinks=None if terms.sinks is None else terms.sinks.float().contiguous(),
             biases=None if terms.biases is None else terms.biases.to(query.dtype),
         )
+        if self._batch.on_layer is not None:
+            end = min(self._layers[self._next :], default=max(self._layers) + 1)
+            for number in range(self._num_complete, end):
+                self._batch.on_layer(number)
+            self._num_complete = end
         return mixed[..., :value_dim]
+
+    def within_tokens(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
 
 
 class CallRecorder:

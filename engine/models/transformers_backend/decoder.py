@@ -190,9 +190,11 @@ class TransformersDecoder(nn.Module):
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
         """As `Decoder.forward`: `[tokens, hidden_size]` after this stage, given the previous stage's output."""
-        self.paged.begin(batch, [caches[number - self.layers.start] for number in self.attention_calls])
         if self.states is not None:
             self.states.begin(batch, caches)
+            batch = replace(batch, on_layer=None)  # modules outside of attention write to the caches, too
+        calls = [number - self.layers.start for number in self.attention_calls]
+        self.paged.begin(batch, [caches[number] for number in calls], calls)
         return self.step(x, batch)
 
     def step(self, x: Tensor | None, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ from quire.engine.layers.moe import ExpertMatrices, ExpertStack
 from quire.engine.layers.quantized import loaded_weight
 from quire.engine.models.transformers_backend.sharding import ShardingPlan, planned_stack
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.reference import by_expert
+from quire.kernels.reference.experts import by_expert
 
 _ACTIVATIONS: dict[type[nn.Module], Literal["silu", "gelu", "gelu_tanh"]] = {
     nn.SiLU: "silu",

@@ -6,6 +6,8 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from quire.engine.architecture.families import FAMILIES, transformers_backend
 from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.batch import Batch
 from quire.engine.layers.linear import Linear
 from quire.engine.models.build import load_model
 from quire.engine.models.transformers_backend import attention, build, describe
+from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes import families
@@ -137,6 +141,33 @@ def test_states_survive_preemption_and_drafts(case: str, tmp_path: Path) -> None
         drafts = Guesser(mostly_right, 3, 64, config.cache.block_size)
         assert ranks.tokens(requests, max_num_batched_tokens=16, speculation=drafts) == expected
         assert ranks.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("case", ["OLMo", "Dory"])
+def test_layers_are_reported_when_their_caches_are_complete(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers of Dory run several times, with caches of their own."""
+    others.write(case, tmp_path)
+    forward, reported = TransformersDecoder.forward, list[tuple[int, list[torch.Tensor]]]()
+    end: list[torch.Tensor] = []
+
+    def watched(self: Any, x: torch.Tensor | None, batch: Batch, caches: Sequence[Any]) -> torch.Tensor:
+        def memory() -> list[torch.Tensor]:
+            return [each.memory.clone() for each in caches]
+
+        out = forward(self, x, replace(batch, on_layer=lambda number: reported.append((number, memory()))), caches)
+        end.extend(memory())
+        return out
+
+    monkeypatch.setattr(TransformersDecoder, "forward", watched)
+    config = configure(tmp_path, max_model_len=64, **_BY_TRANSFORMERS)
+    end.clear()
+    reported.clear()
+    logits(config, torch.arange(3, 40), Parallel())
+    assert [number for number, _ in reported] == list(range(len(end)))
+    assert all(torch.equal(memory[number], end[number]) for number, memory in reported)
+    assert not reported[0][1][-1].any(), "the last layer has run"
 
 
 def test_enough_architectures_have_no_mapping_of_ours() -> None:

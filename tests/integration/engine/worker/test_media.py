@@ -27,7 +27,7 @@ from tests.fakes.media_prompts import MediaPrompt, Picture, media_data, media_pr
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.plans import Driver, Request, executing
 from tests.fakes.rank_processes import Ranks
-from tests.fakes.ranks import on_ranks
+from tests.fakes.ranks import on_ranks, peers_of
 
 COUNT = 12
 PICTURE, CLIP = Picture((1, 8, 6)), Picture((2, 6, 4), "video")
@@ -257,6 +257,39 @@ def test_ranks_agree_on_what_one_of_them_cannot_read(one: tuple[Any, Path], tmp_
         return [*failures]
 
     assert on_ranks(2, work) == [[item.digest]] * 2
+
+
+@pytest.mark.parametrize(("tp", "divides_items"), [(1, False), (2, True)])
+def test_groups_that_divide_tokens_agree_on_what_one_cannot_encode(
+    one: tuple[Any, Path], tmp_path: Path, tp: int, *, divides_items: bool
+) -> None:
+    """And drop what the others have encoded, or begun."""
+    model, folder = one
+    prompts = [media_prompt(model, [1, Picture((1, 4, 4), seed=seed), 2], tmp_path) for seed in range(3)]
+    lost, good, large = (prompt.items[0] for prompt in prompts)
+    runner, _ = runner_and_driver(folder)
+    cache = runner._encoder_cache
+    assert cache is not None
+    assert lost.data is not None
+    gone = structs.replace(lost, data=structs.replace(lost.data, path=lost.data.path + ".gone"))
+    spec = replace(cache._spec, divides_items=divides_items)
+    groups, columns = [peers_of(tp) for _ in range(2)], [peers_of(2) for _ in range(tp)]
+
+    def work(parallel: Parallel) -> list[list[bytes]]:
+        assert cache is not None
+        group, rank = divmod(parallel.rank, tp)
+        tower = _Scarce(cache._tower, large.digest) if group else cache._tower
+        peers = groups[group][rank], None, columns[rank][group]
+        of_rank = EncoderCache(tower, spec, torch.float32, CPU, *peers)
+        failures = [of_rank.update(MediaPlan([gone if group else lost, good, large], num_steps=1))]
+        assert not of_rank._begun
+        assert [of_rank._features[item.digest].any().item() for item in (lost, good, large)] == [False, True, False]
+        failures += [of_rank.update(MediaPlan([structs.replace(large, data=None)]))]  # planned before that was known
+        failures += [of_rank.update(MediaPlan([lost], [lost.digest]))]
+        assert of_rank._features[lost.digest].any()
+        return [[*each] for each in failures]
+
+    assert on_ranks(2 * tp, work) == [[[lost.digest, large.digest], [], []]] * 2 * tp
 
 
 def test_ranks_divide_items(one: tuple[Any, Path], caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,8 @@ from tests.fakes.model_logits import CPU, configure
 from tests.fakes.plans import Driver, Request, executing
 from tests.fakes.rank_processes import Ranks
 
-LAYOUTS = ((2, None, 1), (1, "2,4", 1), (2, "3,3", 2))
+LAYOUTS = ((2, None, 1, 1), (1, "2,4", 1, 2), (2, "3,3", 2, 1))
+"""Tensor parallel, layers of stages, decode and prefill context parallel."""
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2"))  # tied, one KV head, a padded vocabulary
 
 
-@pytest.mark.parametrize(("tp", "partition", "context"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "partition", "context", "shares"), LAYOUTS)
 def test_tokens_are_those_of_one_rank(
-    tp: int, partition: str | None, context: int, folder: Path, tmp_path: Path
+    tp: int, partition: str | None, context: int, shares: int, folder: Path, tmp_path: Path
 ) -> None:
     rng = random.Random(2)
     prompts = [[rng.randrange(130) for _ in range(length)] for length in (3, 20, 41)]
@@ -38,6 +39,7 @@ def test_tokens_are_those_of_one_rank(
         pipeline_parallel_size=1 if partition is None else 2,
         pipeline_layer_partition=partition,
         decode_context_parallel_size=context,
+        prefill_context_parallel_size=shares,
         block_size=4,
         max_num_seqs=8,
         max_model_len=128,

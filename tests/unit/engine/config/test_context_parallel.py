@@ -75,3 +75,63 @@ def test_a_rank_reads_its_own_part_of_selected_rows() -> None:
 def test_what_is_not_supported_is_refused(name: str, tp: int, context: int, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=f"--decode-context-parallel-size {context} .*{text}"):
         configured(name, tp, context, **options)
+
+
+def test_ranks_with_the_same_weights_need_less_memory_for_a_step() -> None:
+    whole, divided = (
+        configured("Qwen3-235B-A22B", 4, 1, prefill_context_parallel_size=shares, max_num_batched_tokens=8192)
+        for shares in (1, 2)
+    )
+    assert divided.parallel.world_size == 8
+    assert MemoryPlan.of(divided).weights == MemoryPlan.of(whole).weights
+    assert MemoryPlan.of(divided).kv_block == MemoryPlan.of(whole).kv_block
+    assert MemoryPlan.of(divided).workspace < MemoryPlan.of(whole).workspace
+    assert divided.has_layout_of(divided)
+    assert not divided.has_layout_of(whole)
+    text = plan_text(divided)
+    assert "tensor parallel 4 × prefill context parallel 2 × pipeline parallel 1 = 8 ranks" in text
+    assert "stage 0 (ranks 0-7)" in text
+    nodes = {"nnodes": 2, "master_addr": "10.0.0.1", "cluster_token": "x" * 16}
+    across = plan_text(configured("Qwen3-235B-A22B", 4, 1, prefill_context_parallel_size=2, **nodes))
+    assert "tensor parallel inside a host over shared memory; prefill context parallel across hosts" in across
+
+
+def test_each_rank_computes_all_tokens_in_recurrent_layers() -> None:
+    """So less of a hybrid's prompt is divided, and more is sent: inputs, and sums of the results of `-tp`."""
+    machine, ratios, sent = describe("8xH100", 1, 50.0), list[float](), list[float]()
+    for name in ("Qwen3-8B", "Nemotron-H-8B-Base-8K"):
+        options = {"max_model_len": 8192, "max_num_batched_tokens": 8192}
+        configs = [configured(name, 2, 1, prefill_context_parallel_size=shares, **options) for shares in (1, 4)]
+        whole, divided = (estimate(config, machine, 4096).ttft.parts for config in configs)
+        ratios.append(whole["compute"] / divided["compute"])
+        sent.append(divided["communication"] / whole["communication"])
+    assert 3.5 < ratios[0] < 4
+    assert 1.5 < ratios[1] < 2.5
+    assert sent[0] < 0.6 < sent[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("Qwen3-235B-A22B", {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}, "context-parallel-size 2;"),
+        ("Qwen3-235B-A22B", {"enable_expert_parallel": True}, "--enable-expert-parallel"),
+        ("Qwen3-235B-A22B", {"distributed_executor_backend": "ray"}, "--distributed-executor-backend ray"),
+        ("Qwen3-235B-A22B", {"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4"),
+        ("gemma-3-4b-it", {}, "tokens of images that attend to later ones .*--language-model-only"),
+        ("mamba-130m-hf", {}, "it has none"),
+        ("DeepSeek-V4-Flash", {}, "compressed attention is not supported"),
+        ("MiniMax-M3", {"language_model_only": True}, "an indexer of blocks or groups of tokens is not supported"),
+        ("bge-m3", {}, "it is an embedding model"),
+    ],
+)
+def test_which_steps_cannot_be_divided(name: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--prefill-context-parallel-size 2 .*{text}"):
+        resolve(
+            EngineOptions(
+                model=str(FOLDER / name),
+                device="cpu",
+                load_format="dummy",
+                kv_cache_memory_bytes=1 << 32,
+                **{"prefill_context_parallel_size": 2} | options,
+            )
+        )

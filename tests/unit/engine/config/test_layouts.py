@@ -212,6 +212,16 @@ def test_a_floor_is_what_its_formula_says(tmp_path: Path) -> None:
     after = estimate(layout.config, far, layout.estimate.input_len)
     assert after.decode_one.seconds - layout.estimate.decode_one.seconds == pytest.approx(2 * 28 + 1)
 
+    given = {"prefill_context_parallel_size": 2}
+    _, _, [layout], _ = find(tmp_path, "Qwen3 0.6B", "2xH100", options=given, given=given)
+    after = estimate(layout.config, far, found.input_len)
+    assert layout.estimate.decode_one.parts == found.decode_one.parts
+    assert after.ttft.seconds - layout.estimate.ttft.seconds == pytest.approx(28)  # keys and values of each layer
+    last = found.input_len / 2  # half of the tokens, which attend to the most keys
+    pairs = last * (found.input_len + last + 1) / 2
+    operations = 2 * (parameters * last + 28 * pairs * 16 * 2 * 128 + arch.vocab_size * arch.hidden_size)
+    assert layout.estimate.ttft.parts["compute"] == pytest.approx(operations / (device.flops[16] * GPU.flops))
+
 
 @pytest.mark.parametrize(
     ("name", "gpus", "bits"),
