@@ -30,10 +30,11 @@ import msgspec
 from quire.engine.cluster import handshake, network
 from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.placement import ClusterNode, NodeShare, place, split_stages
-from quire.engine.config import devices
+from quire.engine.config import context_parallel, devices
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
+from quire.engine.config.parallel_config import for_prefill, layout, without_others
 from quire.engine.config.resolve import resolve as config_resolve
 from quire.engine.process.version import DISTRIBUTION
 from quire.engine.protocol.errors import ConfigError
@@ -98,6 +99,7 @@ def find(options: EngineOptions) -> tuple[tuple[RayPlacement, ...], Devices] | N
         if is_requested:
             raise ConfigError("--distributed-executor-backend ray: Ray is not installed; pip install 'quire-llm[ray]'")
         return None
+    context_parallel.check_options(replace(options, distributed_executor_backend="ray"))
     with_replicas = {
         "nnodes": options.nnodes if options.nnodes > 1 else None,
         "data_parallel_size_local": options.data_parallel_size_local,
@@ -113,6 +115,11 @@ def find(options: EngineOptions) -> tuple[tuple[RayPlacement, ...], Devices] | N
         raise ConfigError(
             "--enable-expert-parallel: replicas that share experts are not supported with "
             "--distributed-executor-backend ray; omit it, or use --nnodes instead of Ray"
+        )
+    if layout(for_prefill(options)) != layout(options):
+        raise ConfigError(
+            "--prefill-tensor-parallel-size, --prefill-pipeline-parallel-size: replicas that "
+            "--distributed-executor-backend ray places have the same layout; omit them"
         )
     group = _current_group()
     try:
@@ -161,7 +168,7 @@ def place_again(config: EngineConfig) -> EngineConfig:
     """Return the configuration with other places for the ranks of its replica; raises `ConfigError`."""
     parallel, former = config.parallel, config.parallel.placement
     assert former is not None
-    found = find(replace(former.options, distributed_executor_backend="ray", data_parallel_size=1))
+    found = find(replace(without_others(former.options), distributed_executor_backend="ray"))
     assert found is not None
     placed = replace(found[0][0], options=former.options)
     ray = (*parallel.ray[: parallel.replica], placed, *parallel.ray[parallel.replica + 1 :])
@@ -257,6 +264,8 @@ def _should_use_ray(options: EngineOptions) -> bool:
         return False
     if _current_group() is not None:
         return True
+    if options.prefill_context_parallel_size > 1:
+        return False  # not supported
     if options.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or _CURRENT_CLUSTER.exists()):
         return False
     ranks = options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from quire.engine.cluster import ray_cluster
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.parallel_config import without_others
 from quire.engine.process import log
 from quire.engine.protocol.errors import ConfigError
 
@@ -94,6 +95,7 @@ class RayLauncher:
         assert parallel.placement is not None
         self._placement, self._log_level = parallel.placement, log_level
         self._cluster_token = parallel.cluster_token
+        self._store_gib = None if config.kv_store is None else config.kv_store.memory_bytes / (1 << 30)
         self._resource = "GPU" if parallel.device == "cuda" else "CPU"
         self._node_of = [node for node in range(1, parallel.nodes) for _ in parallel.ranks_of(node)]
         """Node number of each rank."""
@@ -122,11 +124,11 @@ class RayLauncher:
         }
         for node in range(1, len(self._placement.nodes) + 1):
             options = replace(
-                self._placement.options,
+                without_others(self._placement.options),
                 node_rank=node,
                 master_port=port,
                 cluster_token=self._cluster_token,
-                data_parallel_size=1,
+                kv_offloading_size=self._store_gib,
             )
             gpus = [info.gpu for info, its in zip(infos, self._node_of, strict=True) if its == node]
             visible = ",".join(gpus) if self._resource == "GPU" else None

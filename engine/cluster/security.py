@@ -61,7 +61,7 @@ def derive(token: str) -> Keys:
     return Keys(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
 
-def split(message: bytes) -> list[bytes | memoryview]:
+def split(message: bytes | memoryview) -> list[bytes | memoryview]:
     """Return a message as frames of at most `FRAME_BYTES`."""
     if len(message) <= FRAME_BYTES:
         return [message]

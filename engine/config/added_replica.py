@@ -52,14 +52,14 @@ def added_replica(
                 f"{len(unused)} of the {available.count} that are visible are unused"
             )
         links = tuple(tuple(available.links[one][other] for other in unused) for one in unused)
-        groups = parallel_config.group_sizes(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
+        groups = parallel_config.group_sizes(parallel.ranks_of(parallel.node), parallel.stage_ranks)
         order = tuple(unused[place] for place in topology.assign_devices(links, groups))
     else:
         sizes = MemoryPlan.of(replace(config, kv_store=None))  # the host has its store already
         needed = sum(
             fixed + block * config.cache.num_blocks for fixed, block in zip(sizes.fixed, sizes.kv_block, strict=True)
         )
-        needed *= parallel.tensor_parallel_size
+        needed *= parallel.stage_ranks
         usable = int(available.memory * config.cache.gpu_memory_utilization)
         if needed > (memory := max(0, usable - needed * num_loading)):
             raise ConfigError(

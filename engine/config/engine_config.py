@@ -186,7 +186,8 @@ class RayPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The ranks of one replica, and the replicas. Rank = stage * tensor_parallel_size + position in the stage.
+    """The ranks of one replica, and the replicas. Rank = stage * stage_ranks + position in the stage; position =
+    place in the prefill context * tensor_parallel_size + place among the ranks that share each layer.
 
     The ranks of a replica are on its `hosts` in order, evenly unless Ray places them: host `n` has `ranks_of(n)`.
     """
@@ -198,6 +199,8 @@ class ParallelConfig:
     device: Literal["cpu", "cuda"]
     decode_context_parallel_size: int = 1
     """Number of successive ranks of a stage that divide the tokens of each block, and have the same KV heads."""
+    prefill_context_parallel_size: int = 1
+    """Number of ranks of a stage with the same weights and the same KV, which divide the tokens of a step."""
     nnodes: int = 1
     """Number of hosts of all replicas, if they are started as nodes; 1: their replicas are numbered instead."""
     nodes: int = 1
@@ -258,7 +261,12 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         """Ranks of one replica."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.stage_ranks * self.pipeline_parallel_size
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a stage."""
+        return self.tensor_parallel_size * self.prefill_context_parallel_size
 
     def context_size(self, ranks: int) -> int:
         """Number of ranks that divide the tokens of a model over the ranks of a stage; a single rank has all."""
@@ -336,10 +344,14 @@ class ParallelConfig:
         return self.devices[place] if self.devices else place
 
     def stage_of(self, rank: int) -> int:
-        return rank // self.tensor_parallel_size
+        return rank // self.stage_ranks
 
     def tp_rank_of(self, rank: int) -> int:
         return rank % self.tensor_parallel_size
+
+    def pcp_rank_of(self, rank: int) -> int:
+        """The rank's place among those that divide the tokens of a step."""
+        return rank % self.stage_ranks // self.tensor_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -558,7 +570,7 @@ class KVStoreConfig:
     """The KV store of each host, which its replicas share."""
 
     memory_bytes: int
-    """Size of the arena."""
+    """Size of the arena; 0: ranks of this host use the store of their replica's first host."""
     num_tokens: int = 0
     """Tokens of prompts as long as the model allows for which memory and disk have room; 0: not known."""
     disk_path: str = ""
@@ -629,7 +641,12 @@ class EngineConfig:
     def has_layout_of(self, other: EngineConfig) -> bool:
         """Whether replicas with these configurations divide the model in the same way."""
         own, its = (
-            (each.tensor_parallel_size, each.decode_context_parallel_size, each.stages)
+            (
+                each.tensor_parallel_size,
+                each.decode_context_parallel_size,
+                each.prefill_context_parallel_size,
+                each.stages,
+            )
             for each in (self.parallel, other.parallel)
         )
         return own == its
@@ -645,6 +662,7 @@ class EngineConfig:
             self.parallel,
             tensor_parallel_size=speculative.tensor_parallel_size,
             decode_context_parallel_size=self.parallel.context_size(speculative.tensor_parallel_size),
+            prefill_context_parallel_size=1,  # each rank computes all tokens
             pipeline_parallel_size=1,
             stages=(range(speculative.model.architecture.num_layers),),
             experts=None,

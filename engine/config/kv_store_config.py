@@ -47,26 +47,29 @@ def resolve(options: EngineOptions, config: EngineConfig, available: Devices) ->
         raise ConfigError("--kv-disk-bandwidth limits what is written to --kv-disk, which is not set; omit it")
     if options.kv_peer_port is not None and options.kv_peer_port >= 1 << 16:
         raise ConfigError(f"--kv-peer-port {options.kv_peer_port}: expected a port, at most 65535")
-    flag = "--prefill-replicas" if has_roles else "--kv-offloading-size" if options.kv_offloading_size else "--kv-disk"
+    tier = "--kv-offloading-size" if options.kv_offloading_size else "--kv-disk" if disk is not None else ""
+    flag = "--prefill-replicas" if has_roles else tier
     if has_roles and config.model.pooling is not None:
         raise ConfigError(f"{flag}: {name} computes vectors of prompts, and nothing is left to decode; omit {flag}")
     if not config.cache.enable_prefix_caching:
         reason = "it was turned off" if not options.enable_prefix_caching else f"{name} cannot use it"
         verb = "hands over" if has_roles else "keeps"
         raise ConfigError(f"{flag} {verb} what is in the prefix cache, and {reason}; omit {flag}")
-    if parallel.executor == "ray" or parallel.nodes > 1:
-        how = "that Ray starts" if parallel.executor == "ray" else "that span hosts"
-        raise ConfigError(
-            f"{flag} is not supported for replicas {how}, as each host has a store of its own; omit it, or use as many "
-            "--data-parallel-size as --nnodes"
-        )
     if options.kv_offloading_size == 0:
         raise ConfigError(
             f"--kv-offloading-size 0 with {flag}: KV goes by way of the host's memory; use at least 0.1, or omit it"
         )
     if not parallel.local_replicas:
-        logger.warning("%s has no effect on this host, which has no replicas; set it on the hosts that have some", flag)
+        if tier:
+            text = "%s has no effect on this host, which has no replicas; set it on the hosts that have some"
+            logger.warning(text, tier)
         return None
+    if parallel.node != parallel.first_node:
+        logger.info(
+            "the KV of this host's ranks is in the store of node %d: sizes and paths that are set here have no effect",
+            parallel.first_node,
+        )
+        return KVStoreConfig(memory_bytes=0)
     longest = _prompt_bytes(config, config.model.max_model_len)
     least = least_memory([kind.size for kind in kv_layout(config).kinds])
     if options.kv_offloading_size is not None:
@@ -74,7 +77,8 @@ def resolve(options: EngineOptions, config: EngineConfig, available: Devices) ->
             raise ConfigError(f"--kv-offloading-size {options.kv_offloading_size}: expected GiB, such as 64")
         memory_bytes = int(size)
     else:
-        free = available.memory if available.kind == "cpu" else devices.free_host_memory()
+        is_elsewhere = available.kind == "cuda" or parallel.ray
+        free = devices.free_host_memory() if is_elsewhere else available.memory
         wanted = max(_handed_over_bytes(config), least) if has_roles else 0
         memory_bytes = min(max(wanted, _MEMORY_BYTES if disk else 0), int(free * _MEMORY_SHARE))
         if has_roles:
@@ -134,7 +138,7 @@ def check_layouts(config: EngineConfig, prefill: EngineConfig) -> None:
 
 def check_size(config: EngineConfig) -> None:
     """Check that the memory holds an entry of each kind, and one that is on its way, and the disk some files."""
-    if config.kv_store is None:
+    if config.kv_store is None or not config.kv_store.memory_bytes:
         return
     sizes = [kind.size for kind in kv_layout(config).kinds]
     if config.kv_store.memory_bytes < (least := least_memory(sizes)):
@@ -151,8 +155,8 @@ def check_size(config: EngineConfig) -> None:
 
 def check_host(store: KVStoreConfig | None, lora: LoraConfig | None, ranks: int, available: Devices) -> None:
     """Check that this host, whose `ranks` have GPUs, has the memory for KV, beside the memory for adapters; the memory
-    of CPUs is planned."""
-    if store is None or available.capability is not None:  # described, of another host
+    of CPUs is planned with that of their ranks, unless Ray places these."""
+    if store is None or not store.memory_bytes or available.capability is not None:  # described, of another host
         return
     adapters = 0 if lora is None else lora.host_bytes * ranks
     if store.memory_bytes + adapters > (free := devices.free_host_memory()):

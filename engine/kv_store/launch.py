@@ -24,6 +24,9 @@ class KVStoreArgs:
     """Where other stores read from this one (`HOST:PORT`); empty: nowhere."""
     peers: tuple[str, ...] = ()
     """Addresses of other stores."""
+    rank_host: str = ""
+    """Ranks on other hosts reach the memory at the address of this host that leads there (`address_towards`); empty:
+    there are none."""
 
 
 def peer_address(config: EngineConfig) -> str:

@@ -25,14 +25,17 @@ from typing import Any
 import msgspec
 import zmq
 
+from quire.engine.cluster.network import address_towards
 from quire.engine.config.floors import doubling_context
 from quire.engine.config.kv_layout import KVLayout, kv_layout
 from quire.engine.config.memory_plan import format_bytes
 from quire.engine.kv_store.disk import SCAN_SECONDS, DiskTier, signature_of
+from quire.engine.kv_store.entries import Lane
 from quire.engine.kv_store.launch import KVStoreArgs
 from quire.engine.kv_store.peer_links import Peers
 from quire.engine.kv_store.peer_server import PeerServer
-from quire.engine.kv_store.store import KVStore, Lane
+from quire.engine.kv_store.rank_server import RankServer
+from quire.engine.kv_store.store import KVStore
 from quire.engine.process import current_process, log
 from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
@@ -47,6 +50,7 @@ from quire.engine.protocol.supervision import (
     SetLogLevel,
     Shutdown,
     ToProcess,
+    UseKVPeers,
 )
 
 _THREADS = {Lane.SUM: 2, Lane.READ: 4, Lane.WRITE: 1}
@@ -96,6 +100,12 @@ class StoreProcess:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
         self._peers: Peers | None = None
+        if args.rank_host:
+            try:
+                host, token = address_towards(args.rank_host), args.config.parallel.cluster_token
+                self._store.ranks = RankServer(self._store.of_ranks, host, token, self._poller)
+            except ConfigError as error:
+                logger.warning("KV is computed, because ranks on other hosts cannot reach the store: %s", error)
         threading.Thread(target=self._listen, daemon=True, name="supervisor").start()
         if config.disk_path:
             self._store.disk_error = self._disk_error = _DIGESTING
@@ -132,6 +142,8 @@ class StoreProcess:
                     self._inbox.get_nowait()()
             if self._socket in events:
                 self._receive()
+            if self._store.ranks is not None:
+                self._store.ranks.run(events)
             if self._peers is not None:
                 self._peers.run(events)
             self._store.write(all_now=self._stop_at is not None)
@@ -207,7 +219,7 @@ class StoreProcess:
             logger.warning("the KV stores of other hosts are not in use: %s", reason)
 
     def _submit(self, lane: Lane, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Run a job in a thread of a lane (`quire.engine.kv_store.store.Submit`)."""
+        """Run a job in a thread of a lane (`quire.engine.kv_store.entries.Submit`)."""
 
         def run() -> None:
             try:
@@ -241,6 +253,8 @@ class StoreProcess:
                 self._store.forget_replica(replica)
             case ReplicaLost(replica):
                 self._store.lose_replica(replica)
+            case UseKVPeers(addresses) if self._peers is not None:
+                self._peers.use(addresses)
             case SetLogLevel(level):
                 log.set_level(level)
             case Reload(log_config, level):

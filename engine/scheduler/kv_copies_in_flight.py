@@ -8,9 +8,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quire.engine.protocol.kv_store import KVCopied, KVCopy, KVCopyPlan
+from quire.engine.protocol.kv_store import KVCopied, KVCopy, KVCopyPlan, RemoteArena
 from quire.engine.scheduler.plans_in_flight import PlansInFlight
 from quire.engine.scheduler.request import Request
+
+_RETRY_SECONDS = 20.0
+"""Time after which a rank whose copies have failed is tried by a load, if it has stored nothing since."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ class CopiesInFlight:
         """The oldest copy, if the ranks have run its step."""
         self._copied_at = [-math.inf] * self._world_size
         """By rank, when it has last answered, or when the oldest copy was to begin."""
+        self._failed_at: dict[int, float] = {}
+        """By rank of which all copies that ended last have failed, when that was."""
         self._watched_at = -math.inf
         """When `hung_ranks` was last called."""
 
@@ -63,11 +68,18 @@ class CopiesInFlight:
         """Whether the ranks have something to copy or to forget."""
         return bool(self.plan.loads or self.plan.stores or self.plan.step_stores or self.unmaps)
 
+    @property
+    def are_failing(self) -> bool:
+        """Whether some rank cannot copy at present: it may not reach the store. What it stores next tells whether it
+        still cannot, and no request waits for that."""
+        return any(time.monotonic() - failed_at < _RETRY_SECONDS for failed_at in self._failed_at.values())
+
     def forget_arena(self) -> None:
         """Let ranks give the memory of a store back that may have ended."""
         self.unmaps = self._is_mapped
+        self._failed_at.clear()
 
-    def take_plan(self, arena: str) -> KVCopyPlan | None:
+    def take_plan(self, arena: str, remote: RemoteArena | None) -> KVCopyPlan | None:
         """Return the copies for the current plan; None: there are none."""
         if not self.has_changes:
             return None
@@ -76,12 +88,16 @@ class CopiesInFlight:
         for copy in copies:
             self.by_number[copy.number].step = self._in_flight.next_step
         self._is_mapped, self.unmaps = bool(copies), False
-        plan.arena = arena if self._is_mapped else ""
+        plan.arena, plan.remote = (arena, remote) if self._is_mapped else ("", None)
         return plan
 
     def on_copied(self, message: KVCopied) -> Iterator[CopyInFlight]:
         """Process a rank's answer; returns the copies that all ranks have answered, which the caller removes."""
         self._copied_at[message.rank] = time.monotonic()
+        if len(message.failed) < len(message.numbers):
+            self._failed_at.pop(message.rank, None)
+        elif message.failed:
+            self._failed_at[message.rank] = time.monotonic()
         for number in message.numbers:
             if (copy := self.by_number.get(number)) is None:
                 logger.warning("rank %d has made a copy that is not under way: %d", message.rank, number)

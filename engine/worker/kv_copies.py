@@ -19,16 +19,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.engine.cluster.security import Dropped
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.kv_cache_groups import KVCacheShape
 from quire.engine.config.kv_layout import KVSlices, kv_layout, rank_copies
 from quire.engine.kv_store.arena import open_arena
-from quire.engine.protocol.kv_store import KVCopied, KVCopy, KVCopyPlan
+from quire.engine.protocol.kv_ranks import KVRuns, RankPlace
+from quire.engine.protocol.kv_store import KVCopied, KVCopy, KVCopyPlan, RemoteArena
+from quire.engine.worker.arena_link import BATCH_BYTES, ArenaLink, ArenaTransfer
 
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20
 """Bytes that are copied before the next copies are chosen and ended ones are reported."""
+_WATCHDOG_SHARE = 0.5
+"""Copies to another host and from there take no longer than this part of the time in which some must end."""
 _CLOSE_TIMEOUT = 2.0
 _PARTS = 4
 """Parts of a stage's layers in which the entries of a step are copied beside it."""
@@ -68,9 +73,18 @@ class KVCopies:
         self._rank, self._memory, self._device, self._on_copied = rank, memory, device, on_copied
         self._num_blocks, self._kinds = config.cache.num_blocks, kv_layout(config).kinds
         self._slices, self._staging = rank_copies(config, rank), staging
+        parallel = config.parallel
+        self._is_remote = rank not in parallel.ranks_of(parallel.first_node)
+        """Whether the arena is on another host."""
+        self._token, self._max_seconds = parallel.cluster_token, parallel.watchdog_seconds * _WATCHDOG_SHARE
+        self._dropped = Dropped("copies between KV cache and store failed")
         self._path, self._arena = "", torch.empty(0, dtype=torch.uint8)
+        self._link: ArenaLink | None = None
+        """To an arena on another host."""
         self._newest = ""
         """The arena of the last plan: no other one stays mapped, as its store may have ended."""
+        self._remote: RemoteArena | None = None
+        """How the arena of the last plan with copies is reached, if it is on another host."""
         self._loads, self._parts, self._stores = (deque[PendingCopy]() for _ in range(3))
         self._step, self._num_computed = KVCopyPlan(""), 0
         """The last plan with copies of what its step computes, and the layers of it that have been given to the thread:
@@ -79,8 +93,8 @@ class KVCopies:
         """Numbers of copies of which a part has failed."""
         own = config.parallel.stages[config.parallel.stage_of(rank)]
         self._first_layer = own.start
-        self._marks = {len(own) * part // _PARTS for part in range(1, _PARTS)}
-        """Numbers of layers in the stage before which a part ends."""
+        self._marks = {len(own) * part // _PARTS for part in range(1, _PARTS + 1)}
+        """Numbers of layers in the stage before which a part ends. A drafter's layers are behind the last one."""
         self._changed, self._is_closed = threading.Condition(), False
         threads, started = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True, name="kv-copies")
@@ -94,6 +108,8 @@ class KVCopies:
         ready = self._ready()
         with self._changed:
             self._newest = plan.arena
+            if plan.arena:
+                self._remote = plan.remote
             self._loads.extend(PendingCopy(plan.arena, copy, False, ready) for copy in plan.loads)
             self._stores.extend(PendingCopy(plan.arena, copy, True, ready) for copy in plan.stores)
             self._changed.notify()
@@ -146,14 +162,16 @@ class KVCopies:
             try:
                 self._copy(batch)
             except Exception as error:
-                is_expected = isinstance(error, OSError)  # the store has ended
-                logger.warning(
-                    "%d copies between KV cache and store failed: %r", len(batch), error, exc_info=not is_expected
-                )
+                if isinstance(error, OSError):  # the store has ended
+                    self._dropped.add(repr(error))
+                else:
+                    logger.exception("copies between KV cache and store failed")
                 self._failed.update(each.copy.number for each in batch)
-            if numbers:
+            if numbers or self._is_remote:  # which may be slow, and reports only the last part of an entry
                 self._on_copied(KVCopied(self._rank, numbers, [each for each in numbers if each in self._failed]))
                 self._failed.difference_update(numbers)
+        if self._link is not None:
+            self._link.close()
 
     def _next(self) -> list[PendingCopy] | None:
         """Wait for copies, and take some of one direction and arena. Empty: the arena is no longer to be mapped; None:
@@ -166,9 +184,12 @@ class KVCopies:
                 return []
             pending, batch, size = self._loads or self._parts or self._stores, list[PendingCopy](), 0
             arena, ready = pending[0].arena, pending[0].ready
+            limit = _BATCH_BYTES
+            if self._is_remote:
+                limit = BATCH_BYTES if self._link is None else self._link.batch_bytes
             while pending and (pending[0].arena, pending[0].ready) == (arena, ready):
-                size += sum(number * own.rows.number * own.size for own, _, number in self._slices_of(pending[0]))
-                if batch and size > _BATCH_BYTES:
+                size += self._size_of(pending[0])
+                if batch and size > limit:
                     break
                 batch.append(pending.popleft())
             return batch
@@ -178,12 +199,55 @@ class KVCopies:
         return bool(self._loads or self._parts or self._stores)
 
     def _copy(self, batch: list[PendingCopy]) -> None:
-        """Make copies. Raises `OSError` if the arena is not there, and other errors if something else fails."""
-        if self._path != (path := batch[0].arena):
+        """Make copies. Those that fail are noted. Raises `OSError` if the arena is not there, and other errors if
+        something else fails."""
+        path, remote = batch[0].arena, self._remote
+        if self._path != path or (self._link is not None and self._link.remote != remote):
             self._unmap()
-            self._arena = _map(path)
+            if self._is_remote:
+                assert remote is not None
+                self._link = ArenaLink(remote, self._rank, self._token, self._max_seconds)
+            else:
+                self._arena = _map(path)
             self._path = path
-        slices = [each for pending in batch for each in self._views(pending)]
+        if self._link is not None:
+            return self._copy_remotely(self._link, batch)
+        slices = [
+            (memory, self._arena.as_strided(memory.shape, strides, start))
+            for pending in batch
+            for memory, strides, start in self._views(pending)
+        ]
+        self._move(slices, batch)
+
+    def _copy_remotely(self, link: ArenaLink, batch: list[PendingCopy]) -> None:
+        """Make copies by way of memory of this host. Those that fail are noted."""
+        is_store = batch[0].is_store
+        buffer = torch.empty(sum(map(self._size_of, batch)), dtype=torch.uint8)
+        content, start = buffer.numpy().data, 0
+        copies, transfers, slices = list[PendingCopy](), list[ArenaTransfer](), list[list[tuple[Tensor, Tensor]]]()
+        for pending in batch:
+            runs, own, begin = list[KVRuns](), list[tuple[Tensor, Tensor]](), start
+            for memory, (layer_step, row_step, _), entry_start in self._views(pending):
+                layers, rows, size = memory.shape
+                own.append((memory, buffer[start : start + memory.numel()].view(memory.shape)))
+                runs.append(KVRuns(entry_start - pending.copy.offset, layers, layer_step, rows, row_step, size))
+                start += memory.numel()
+            if runs:
+                place = RankPlace(pending.arena, pending.copy.kind, pending.copy.offset, runs)
+                copies.append(pending)
+                transfers.append(ArenaTransfer.of(place, content[begin:start]))
+                slices.append(own)
+        if is_store:
+            self._move([each for own in slices for each in own], batch)
+        failed = link.copy(transfers, is_store=is_store)
+        if not is_store:
+            self._move([each for number, own in enumerate(slices) if number not in failed for each in own], batch)
+        if failed:
+            self._dropped.add(f"the store is at {link.remote.address}: {next(iter(failed.values()))}")
+            self._failed.update(copies[number].copy.number for number in failed)
+
+    def _move(self, slices: list[tuple[Tensor, Tensor]], batch: list[PendingCopy]) -> None:
+        """Copy slices of the device's memory to others on this host, or back."""
         is_store = batch[0].is_store
         if self._staging is not None:
             self._staging.copy(slices, batch[-1].ready, is_store=is_store)
@@ -195,20 +259,28 @@ class KVCopies:
                 memory.copy_(entry)
 
     def _unmap(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
         self._path, self._arena = "", torch.empty(0, dtype=torch.uint8)
 
-    def _views(self, pending: PendingCopy) -> Iterator[tuple[Tensor, Tensor]]:
-        """The slices of an entry: in the memory of the device, and in the arena."""
+    def _views(self, pending: PendingCopy) -> Iterator[tuple[Tensor, tuple[int, int, int], int]]:
+        """The slices of an entry in the memory of the device, `[layers, rows, bytes]`; and in the arena: strides and
+        offset."""
         copy, kind = pending.copy, self._kinds[pending.copy.kind]
         assert len(copy.blocks) == len(kind.groups)
         assert all(0 <= block < self._num_blocks for block in copy.blocks)
-        assert 0 <= copy.offset <= len(self._arena) - kind.size
+        assert self._is_remote or 0 <= copy.offset <= len(self._arena) - kind.size
         for own, first, number in self._slices_of(pending):
             shape = number, own.rows.number, own.size
             start = own.memory_start + first * own.layers.memory + copy.blocks[own.group] * own.block_stride
             memory = self._memory[own.shape].as_strided(shape, (own.layers.memory, own.rows.memory, 1), start)
             start = copy.offset + own.entry_start + first * own.layers.entry
-            yield memory, self._arena.as_strided(shape, (own.layers.entry, own.rows.entry, 1), start)
+            yield memory, (own.layers.entry, own.rows.entry, 1), start
+
+    def _size_of(self, pending: PendingCopy) -> int:
+        """Bytes of what is copied of an entry."""
+        return sum(number * own.rows.number * own.size for own, _, number in self._slices_of(pending))
 
     def _slices_of(self, pending: PendingCopy) -> Iterator[tuple[KVSlices, int, int]]:
         """The slices of an entry, with the first layer of each that is copied, and their number."""

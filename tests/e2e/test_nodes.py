@@ -25,6 +25,7 @@ import zmq
 
 from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import quire, serve
+from tests.e2e.test_replicas import until
 from tests.fakes.namespaces import Command, Host
 from tests.fakes.namespaces import hosts as hosts
 
@@ -110,8 +111,8 @@ def expected() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize(
     ("layout", "order"),
-    [(("-tp", "2", "-pp", "2"), (0, 1)), (("-tp", "4"), (1, 0))],
-    ids=["stages-across", "tp4-across"],
+    [(("-tp", "2", "-pp", "2"), (0, 1)), (("-tp", "4"), (1, 0)), (("-tp", "2", "-pcp", "2"), (0, 1))],
+    ids=["stages-across", "tp4-across", "shares-across"],
 )
 def test_tokens_are_those_of_one_process(
     hosts: tuple[Host, Host], layout: tuple[str, ...], order: tuple[int, int], expected: list[str]
@@ -235,7 +236,7 @@ def test_streams_go_on_when_a_node_is_back(
                 nodes.other = start(hosts, 1, "-tp", "2", "-pp", "2")
                 nodes.api.wait_for(r"node 1 \(10.77.0.2\) was lost: its connection has closed")
             assert begun + completion(lines) == expected
-        assert client.get("/health").status_code == 200
+        until(lambda: client.get("/health").status_code == 200)
     processes = nodes.everybody()
     nodes.api.named("quire-serve").send_signal(signal.SIGTERM)
     assert nodes.api.wait(30) == 0
@@ -468,3 +469,40 @@ def test_the_kv_cache_is_that_of_the_smallest_node(hosts: tuple[Host, Host]) -> 
         body = {"prompt": "Quire is", "max_tokens": 8, "n": 4}
         assert httpx.post(f"{URL}/v1/completions", json=body, timeout=60).status_code == 200
     assert other.process.poll() is None
+
+
+@pytest.mark.parametrize("layout", [("-tp", "2"), ("-tp", "2", "-pp", "2")], ids=["tp2", "tp2-pp2"])
+def test_ranks_of_both_hosts_use_the_store_of_the_first(hosts: tuple[Host, Host], layout: tuple[str, ...]) -> None:
+    """KV comes back after the devices have lost it; a store that is killed, and a node, cost nothing but time."""
+    nodes = serving(hosts, *layout, "--kv-offloading-size", "0.1")
+    body = {"prompt": list(range(300, 1110)), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with hosts[0].inside(), httpx.Client(base_url=URL, timeout=120) as client:
+
+        def answer() -> tuple[str, int]:
+            """The text, and how many of the prompt's tokens came from the store; the devices have lost all."""
+            assert client.post("/reset_prefix_cache").json() == {"success": True}
+            found = client.post("/v1/completions", json=body).raise_for_status().json()
+            tiers = found["usage"]["prompt_tokens_details"].get("cached_tokens_details", {"host": 0})
+            return found["choices"][0]["text"], tiers["host"]
+
+        def stored() -> str:
+            """The text, once the store brings the prompt back."""
+            deadline = time.monotonic() + 60
+            while (found := answer())[1] < 800:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            return found[0]
+
+        expected, _ = answer()
+        assert stored() == expected
+        until(lambda: "quire:kv_store_copied_rank_bytes_total{" in client.get("/metrics").text)
+        nodes.api.named("quire-kv-store").kill()
+        assert answer()[0] == expected
+        assert stored() == expected
+        nodes.other.kill_all()
+        nodes.other = start(hosts, 1, *layout, "--kv-offloading-size", "0.1")
+        nodes.api.wait_for("the engine core is up again")
+        until(lambda: client.get("/health").status_code == 200)
+        assert stored() == expected
+    nodes.api.named("quire-serve").send_signal(signal.SIGTERM)
+    assert (nodes.api.wait(30), nodes.other.wait(30)) == (0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -34,7 +35,7 @@ class Site:
         role = ("--headless",) if node else ("--host", self.hosts[0].address, "--admin-key", "none")
         layout = ("-pp", "2", "-dp", str(dp), "--nnodes", "4", "--node-rank", str(node))
         shape = ("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "20000000")
-        where = ("--master-addr", self.hosts[0].address)
+        where = ("--master-addr", self.hosts[0].address, "--kv-offloading-size", "0.1")
         return self.hosts[node].start(*quire("serve", *layout, *where, *role, *shape), **ENVIRONMENT)
 
     def restart(self, node: int) -> None:
@@ -67,6 +68,38 @@ def test_tokens_are_those_of_one_process(site: Site, expected: tuple[list[str], 
         assert [each["host"] for each in listed(site.url)] == ["10.77.0.1", "10.77.0.3"]
         refused = httpx.post(f"{site.url}/replicas", json={"data_parallel_size": 3}, headers=KEY)
         assert (refused.status_code, "replicas on several --nnodes" in refused.text) == (400, True)
+
+
+def test_kv_of_one_replica_is_loaded_by_the_other(site: Site) -> None:
+    """By way of the stores of both first hosts, to ranks of all four; also of prompts that the one computes for the
+    other."""
+    deadline, from_peer, start = time.monotonic() + 120, 0, 300
+    with site.hosts[0].inside(), httpx.Client(base_url=site.url, headers=KEY, timeout=120) as client:
+
+        def answer(replica: int | None) -> tuple[str, dict[str, int]]:
+            """The text, and where the prompt's tokens have come from."""
+            body = {"prompt": [*range(start, start + 490)], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            chosen = {} if replica is None else {"X-data-parallel-rank": f"{replica}"}
+            answer = client.post("/v1/completions", json=body, headers=chosen)
+            found = answer.raise_for_status().json()
+            details = found["usage"]["prompt_tokens_details"].get("cached_tokens_details", {})
+            return found["choices"][0]["text"], details
+
+        while not from_peer:
+            assert time.monotonic() < deadline
+            start += 1
+            expected, _ = answer(0)
+            time.sleep(1.0)  # what is not stored by then is not loaded: the next prompt is
+            text, tiers = answer(1)
+            assert text == expected
+            from_peer = tiers.get("peer", 0)
+        assert client.post("/replicas", json={"prefill_replicas": 1, "decode_replicas": 1}).status_code == 202
+        while sum(site.counted("quire:handed_over_tokens_total")) < 400:
+            assert time.monotonic() < deadline
+            start += 1
+            text, _ = answer(None)
+            assert text == answer(0)[0]
+        assert client.post("/replicas", json={"prefill_replicas": 0}).status_code == 202
 
 
 @pytest.mark.parametrize(

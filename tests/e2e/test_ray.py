@@ -193,6 +193,28 @@ def test_stages_on_two_nodes_answer_as_one_process(cluster: Cluster, expected: t
     assert_gone(processes)
 
 
+def test_a_replica_continues_with_kv_of_another_nodes_ranks(cluster: Cluster) -> None:
+    """One node computes prompts and the other one continues, by way of the KV store of the host with the cores."""
+    api = cluster.serve_when_free(*SHAPE, "-tp", "2", *RAY, "--prefill-replicas", "1", "--decode-replicas", "1")
+    loaded, start, deadline = 0.0, 300, time.monotonic() + 60
+    with cluster.hosts[0].inside(), httpx.Client(base_url=URL, timeout=120) as client:
+        while loaded < 800:
+            assert time.monotonic() < deadline
+            start += 1
+            body = {"prompt": [*range(start, start + 810)], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            texts = [
+                client.post("/v1/completions", json=body, headers=headers)
+                .raise_for_status()
+                .json()["choices"][0]["text"]
+                for headers in ({}, {"X-data-parallel-rank": "0"})
+            ]
+            assert texts[0] == texts[1]
+            found = re.search(r'quire:handed_over_tokens_total\{.*engine="1".*\} (\S+)', client.get("/metrics").text)
+            loaded = float(found[1]) if found else 0.0
+    api.named("quire-serve").terminate()
+    assert api.wait(STOPPED_SECONDS) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "env", "message"),
     [
@@ -351,7 +373,8 @@ def test_replicas_are_placed_and_restarted_each_on_its_own(
     api = cluster.serve_when_free(*SHAPE, "-pp", "3", "-dp", "2", *RAY)
     api.wait_for(r"replica 0 on 2 hosts: ranks 0-1 on host 1 \(10.77.0.1\), rank 2 on host 2 \(10.77.0.2\)", 0)
     api.wait_for(r"replica 1 on 2 hosts: ranks 0-1 on host 1 \(10.77.0.2\), rank 2 on host 2 \(10.77.0.2\)", 0)
-    there = {process.name(): raylet for raylet in cluster.raylets[1:] for process in raylet.family()}
+    running = [(raylet, each) for raylet in cluster.raylets[1:] for each in raylet.family() if each.is_running()]
+    there = {process.name(): raylet for raylet, process in running}
     with cluster.hosts[0].inside():
         assert ask(URL) == expected[0]
         assert asyncio.run(streams(URL, there["quire-node-1"].kill_all)) == expected[1]

@@ -8,15 +8,17 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b, shake_128
 from typing import Any
 
 from quire.engine.config.kv_layout import KVKind
 from quire.engine.kv_store.arena import open_arena
 from quire.engine.kv_store.disk import DiskTier
+from quire.engine.kv_store.entries import Lane, run_now
 from quire.engine.kv_store.index import EntryState
 from quire.engine.kv_store.peer_server import PeerServer
-from quire.engine.kv_store.store import KVStore, Lane, run_now
+from quire.engine.kv_store.store import KVStore
 from quire.engine.protocol.kv_store import (
     DISK,
     MEMORY,
@@ -38,6 +40,18 @@ from quire.engine.protocol.kv_store import (
     StoredKV,
     ToStore,
 )
+
+KINDS = (KVKind((0,), 1000), KVKind((1,), 600, window=2))
+"""All tokens, and a window of two blocks."""
+SIGNATURE = b"signature of 16 "
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def chain(*numbers: int) -> list[bytes]:
@@ -252,12 +266,12 @@ class StoreCore:
         self.offer(links, kinds)
         self.finish()
 
-    def load(self, entries: list[KVEntry], *, waits: bool = False) -> int:
+    def load(self, entries: list[KVEntry], *, waits: bool = False, peer: str = "") -> int:
         """Begin to load; returns the call."""
         self._next_call += 1
         call_id = self._next_call
         self.loads[call_id], self.loaded[call_id] = entries, {}
-        self._send(LoadKV(call_id, entries, [self.parents.get(entry.link, b"") for entry in entries], waits))
+        self._send(LoadKV(call_id, entries, [self.parents.get(entry.link, b"") for entry in entries], waits, peer))
         return call_id
 
     def settle(self, call_id: int) -> None:

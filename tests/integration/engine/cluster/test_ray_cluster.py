@@ -162,6 +162,10 @@ def test_a_ray_client_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"data_parallel_size": 2, "data_parallel_start_rank": 1}, "--data-parallel-start-rank 1 is not supported"),
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "replicas that share experts are not supported"),
+        (
+            {"prefill_replicas": 1, "decode_replicas": 1, "prefill_tensor_parallel_size": 2},
+            "--prefill-pipeline-parallel-size: replicas that --distributed-executor-backend ray places have the same",
+        ),
     ],
 )
 def test_what_ray_does_not_do_is_refused(changes: dict[str, Any], message: str) -> None:

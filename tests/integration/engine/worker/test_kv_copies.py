@@ -23,7 +23,7 @@ import torch
 from quire.engine.config.engine_config import EngineConfig, KVStoreConfig
 from quire.engine.config.kv_layout import kv_layout
 from quire.engine.kv_store.arena import Arena
-from quire.engine.protocol.kv_store import KVCopied, KVCopy, KVCopyPlan
+from quire.engine.protocol.kv_store import KVCopied, KVCopy, KVCopyPlan, RemoteArena
 from quire.engine.protocol.rank_report import RankReport
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -109,8 +109,9 @@ class CopyingRanks(Ranks):
         for number, (kind, blocks) in enumerate(entries):
             copies.append(KVCopy(number, kind, offset, blocks))
             offset += self.layout.kinds[kind].size
-        self.executor.on_report, lists = self._reports.put, {direction: copies}
-        plan = SchedulerOutput(0, [], [], [], kv_copies=KVCopyPlan(str(arena), **lists))
+        self.executor.on_report, planned = self._reports.put, KVCopyPlan(str(arena))
+        setattr(planned, direction, copies)
+        plan = SchedulerOutput(0, [], [], [], kv_copies=planned)
         self.executor.submit(plan, 60.0).result()
         missing = {(rank, each.number) for rank in range(self.config.parallel.world_size) for each in copies}
         while missing:
@@ -167,7 +168,9 @@ def copies(tmp_path: Path) -> Iterator[tuple[KVCopies, SimpleQueue[KVCopied], th
     found.close()
 
 
-def test_copies_that_are_not_possible_are_reported(copies: Any, tmp_path: Path) -> None:
+def test_copies_that_are_not_possible_are_reported(
+    copies: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made, ends, _ = copies
     arena, short = tmp_path / "arena", tmp_path / "short"
     arena.write_bytes(bytes(1 << 20))
@@ -175,6 +178,30 @@ def test_copies_that_are_not_possible_are_reported(copies: Any, tmp_path: Path) 
     for number, (path, failed) in enumerate(((tmp_path / "none", True), (arena, False), (short, True), (arena, False))):
         made.begin(KVCopyPlan(str(path), stores=[KVCopy(number, 0, 0, [3])]))
         assert ends.get(timeout=60) == KVCopied(0, [number], [number] * failed)
+    made.begin(KVCopyPlan(str(tmp_path / "none"), stores=[KVCopy(4, 0, 0, [3])]))
+    assert ends.get(timeout=60).failed == [4]
+    assert caplog.text.count("FileNotFoundError") == 1, "the log does not grow with what fails"
+
+
+def test_a_rank_of_another_host_reports_after_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it gets on for the watchdog, also while only parts of entries have been copied."""
+    write_checkpoint("qwen2", tmp_path)
+    config = configure(tmp_path, max_model_len=64, tensor_parallel_size=2).with_blocks(8)
+    config = replace(config, parallel=replace(config.parallel, nodes=2))
+    remote, ends, link = RemoteArena("127.0.0.1:1", 0, 5), SimpleQueue[KVCopied](), MagicMock()
+    link.remote, link.batch_bytes, link.copy.return_value = remote, 1, {}
+    monkeypatch.setattr("quire.engine.worker.kv_copies.ArenaLink", lambda *_: link)
+    made = KVCopies(config, 1, KVCaches(config, 0, CPU).memory, CPU, None, ends.put)
+    plan = KVCopyPlan("arena", step_stores=[KVCopy(number, 0, 0, [number]) for number in range(3)], remote=remote)
+    on_layer = made.begin(plan)
+    assert on_layer is not None
+    on_layer(0)
+    assert ends.get(timeout=60) == KVCopied(1, [])
+    for number in range(1, 6):
+        on_layer(number)
+    made.end_step()
+    assert [ends.get(timeout=60).numbers for _ in range(10)] == [[]] * 9 + [[0, 1, 2]]
+    made.close()
 
 
 def test_an_arena_whose_store_has_ended_is_not_kept(copies: Any) -> None:
@@ -234,7 +261,7 @@ def test_what_a_step_computes_is_copied_layer_by_layer(copies: Any, tmp_path: Pa
     assert ends.empty()
     for number in range(3, 6):
         on_layer(number)
-    wait_until(lambda: not made._parts)
+    wait_until(lambda: arena.read_bytes() == whole)  # before a drafter runs
     assert ends.empty()
     made.end_step()
     assert ends.get(timeout=60) == KVCopied(0, [0, 1])
@@ -270,10 +297,11 @@ def test_copies_through_pinned_memory_are_the_same(
     entries = [KVCopy(number, 0, number * size, [block]) for number, block in enumerate((5, 2, 7))]
 
     def copied(name: str, direction: str) -> bytes:
-        arena, lists = tmp_path / name, {direction: entries}
+        arena, plan = tmp_path / name, KVCopyPlan(str(tmp_path / name))
+        setattr(plan, direction, entries)
         if direction == "stores":
             arena.write_bytes(bytes(3 * size))
-        made.begin(KVCopyPlan(str(arena), **lists))
+        made.begin(plan)
         assert ends.get(timeout=60) == KVCopied(0, [0, 1, 2])
         return arena.read_bytes()
 

@@ -14,7 +14,7 @@ import pytest
 from quire.engine.config import kv_store_config
 from quire.engine.config.added_replica import added_replica
 from quire.engine.config.devices import Devices
-from quire.engine.config.engine_config import KVStoreConfig
+from quire.engine.config.engine_config import KVStoreConfig, RayPlacement
 from quire.engine.config.floors import doubling_context
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.plan_text import plan_text
@@ -82,6 +82,44 @@ def test_a_host_without_replicas_has_no_store(tmp_path: Path, caplog: pytest.Log
     assert "--kv-offloading-size has no effect on this host, which has no replicas" in caplog.text
 
 
+def test_only_the_first_host_of_a_replica_has_its_store(tmp_path: Path) -> None:
+    """The other one plans no memory for it, but has to know that there is one."""
+    hosts = {"nnodes": 2, "tensor_parallel_size": 2, "cluster_token": "x" * 16}
+    first, other = (
+        resolve(options(folder(tmp_path), kv_offloading_size=2, kv_disk="/srv:9", node_rank=node, **hosts))
+        for node in range(2)
+    )
+    assert first.kv_store == KVStoreConfig(
+        memory_bytes=2 * GIB, num_tokens=11 * GIB * 16 // (96 << 10), disk_path="/srv", disk_bytes=9 * GIB
+    )
+    assert other.kv_store == KVStoreConfig(memory_bytes=0)
+    assert (MemoryPlan.of(first).kv_store, MemoryPlan.of(other).kv_store) == (2 * GIB, 0)
+    assert first.shared_settings == other.shared_settings
+    without = resolve(options(folder(tmp_path), node_rank=1, **hosts))
+    assert without.shared_settings != first.shared_settings
+
+
+def test_with_ray_the_store_takes_the_memory_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that of every rank, which other hosts may have."""
+    monkeypatch.setattr("quire.engine.config.devices.free_host_memory", lambda: 40 * GIB)
+
+    def planned(node: str, **tiers: Any) -> tuple[int, int]:
+        """Bytes of the store, and what a rank has less: one is at the address `node`, one on another host."""
+        hosts = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "master_addr": "10.0.0.1"}
+        asked = options(folder(tmp_path), cluster_token="x" * 16, **hosts, **tiers)
+        place = RayPlacement("10.0.0.1:6379", None, (("a", node), ("b", "10.0.0.2")), (1, 1), (1, 1), (), asked)
+        config = resolve(asked, find=lambda _: ((place,), Devices("cpu", 2, 6 * GIB)))
+        assert config.kv_store is not None
+        assert resolve(replace(asked, node_rank=1), place).kv_store == KVStoreConfig(memory_bytes=0)
+        return config.kv_store.memory_bytes, MemoryPlan.of(config).kv_store
+
+    assert planned("10.0.0.3", kv_offloading_size=16) == (16 * GIB, 0)
+    assert planned("10.0.0.3", kv_disk="/srv:9") == (GIB, 0)
+    assert planned("10.0.0.1", kv_offloading_size=1) == (GIB, GIB)
+    with pytest.raises(ConfigError, match=r"--kv-offloading-size 41 \(GiB\): the host has 40 GiB of free memory$"):
+        planned("10.0.0.3", kv_offloading_size=41)
+
+
 def test_an_added_replica_needs_no_store_of_its_own(tmp_path: Path) -> None:
     config = resolve(options(folder(tmp_path), kv_offloading_size=6, kv_cache_memory_bytes=100 << 20))
     needed = sum(MemoryPlan.of(config).fixed) - 6 * GIB
@@ -104,6 +142,8 @@ def test_gpus_do_not_need_more_than_the_hosts_memory(tmp_path: Path) -> None:
         resolve(replace(asked, kv_offloading_size=8.5), described=gpu)
     with pytest.raises(ConfigError, match=r"of which adapters may take 1 GiB \(--lora-memory\)"):
         resolve(replace(asked, enable_lora=True, lora_memory=1), described=gpu)
+    other = resolve(replace(asked, enable_lora=True, lora_memory=1, kv_offloading_size=1), described=gpu)
+    kv_store_config.check_host(KVStoreConfig(memory_bytes=0), other.lora, 99, gpu)  # not a first host's
     assert resolve(replace(asked, kv_offloading_size=900), described=replace(gpu, capability=(9, 0))).kv_store
 
 
@@ -113,10 +153,6 @@ def test_gpus_do_not_need_more_than_the_hosts_memory(tmp_path: Path) -> None:
         (
             {"enable_prefix_caching": False},
             "--kv-offloading-size keeps what is in the prefix cache, and it was turned off",
-        ),
-        (
-            {"nnodes": 2, "tensor_parallel_size": 2, "cluster_token": "x" * 16},
-            "not supported for replicas that span hosts",
         ),
         ({"kv_offloading_size": 0, "kv_disk": "/tmp:1"}, "--kv-offloading-size 0 with --kv-disk"),
         ({"kv_disk": "/tmp"}, "--kv-disk /tmp: expected PATH:GIB"),

@@ -28,8 +28,8 @@ from quire.engine.kv_store.disk import DiskTier
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.kv_store import KVEntry
 from tests.fakes.disk_faults import FailingCalls, damage
+from tests.fakes.kv_store import SIGNATURE, Clock
 
-SIGNATURE = b"signature of 16 "
 SIZES = (40, 25)
 LARGE = 1 << 20
 
@@ -43,18 +43,11 @@ def content_of(each: KVEntry) -> bytes:
     return random.Random(each.link + bytes([each.kind])).randbytes(SIZES[each.kind])
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Server:
     """A tier, as the store uses it."""
 
     def __init__(self, path: Path, limit: int = LARGE, signature: bytes = SIGNATURE) -> None:
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.disk = DiskTier(path, limit, signature, SIZES, model="a model", clock=self.clock)
         self.scan()
 

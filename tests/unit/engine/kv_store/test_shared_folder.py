@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config.kv_layout import KVKind
 from quire.engine.kv_store.disk import DiskTier
 from quire.engine.protocol.kv_store import DISK, NO_TIER, ClearKV, KVEntry
 from tests.fakes.disk_faults import FailingCalls, damage
-from tests.fakes.kv_store import Host, StoreCore, chain
-
-KINDS = (KVKind((0,), 1000), KVKind((1,), 600, window=2))
+from tests.fakes.kv_store import KINDS, SIGNATURE, Clock, Host, StoreCore, chain
 
 
 class Server:
@@ -21,7 +18,7 @@ class Server:
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self.host = Host(KINDS, 20 * 4096, clock=clock)
-        self.disk = DiskTier(path, 100_000, b"signature of 16 ", [kind.size for kind in KINDS], model="", clock=clock)
+        self.disk = DiskTier(path, 100_000, SIGNATURE, [kind.size for kind in KINDS], model="", clock=clock)
         self.host.store.use_disk(self.disk)
         self.core: StoreCore = self.host.core()
 
@@ -53,13 +50,6 @@ class Server:
         self.host.deliver()
         self.host.store.check_integrity()
         self.disk.check_integrity()
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.slow)])

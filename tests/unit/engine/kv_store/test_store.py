@@ -6,11 +6,11 @@ import gc
 import math
 import random
 import weakref
-from dataclasses import dataclass
 
 import pytest
 
 from quire.engine.config.kv_layout import KVKind
+from quire.engine.kv_store import loads
 from quire.engine.kv_store import store as module
 from quire.engine.kv_store.store import CLEAR_SECONDS, WRITE_SECONDS
 from quire.engine.protocol.kv_store import (
@@ -26,19 +26,11 @@ from quire.engine.protocol.kv_store import (
     LookUpKV,
     StoredKV,
 )
-from tests.fakes.kv_store import FakeDisk, Host, Jobs, StoreCore, chain, number_of, parents
+from tests.fakes.kv_store import Clock, FakeDisk, Host, Jobs, StoreCore, chain, number_of, parents
 
 KINDS = (KVKind((0,), 96), KVKind((1,), 40, window=64), KVKind((2,), 1000, window=2))
 SIZES = [kind.size for kind in KINDS]
 ROOM = 16 * 4096
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def entries(links: list[bytes], *kinds: int) -> list[KVEntry]:
@@ -529,7 +521,7 @@ def test_a_load_that_is_released_is_not_read() -> None:
 
 
 def test_a_long_load_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "JOB_BYTES", 1)
+    monkeypatch.setattr(loads, "JOB_BYTES", 1)
     jobs, disk = Jobs(), FakeDisk()
     host = Host(KINDS[:1], ROOM, jobs)
     host.store.use_disk(disk)
