@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.engine.config.kv_layout import KVKind
-from quire.engine.protocol.kv_store import OpenKVStore, ToStore
+from quire.engine.protocol.kv_store import KVStoreOpened, OpenKVStore, RemoteArena, ToStore
 
-_SILENCE_SECONDS = 3.0
+SILENCE_SECONDS = 3.0
 """Time without a message after which the store counts as gone. It sends its stats every second."""
 _OPEN_SECONDS = 1.0
 """Interval of attempts to open the store."""
@@ -27,6 +27,8 @@ class KVStoreConnection:
         self.is_late = False
         """Whether a look-up was not answered in time, and nothing has been heard since."""
         self.arena, self.arena_size = "", 0
+        self.remote: RemoteArena | None = None
+        """How ranks on other hosts reach the arena."""
         self._opening: OpenKVStore | None = None
         """None: there is no store."""
         self._heard_at = self._opened_at = -math.inf
@@ -42,6 +44,13 @@ class KVStoreConnection:
     @property
     def has_store(self) -> bool:
         return self._opening is not None
+
+    def use(self, arena: KVStoreOpened) -> None:
+        """Use another arena."""
+        assert self._opening is not None
+        self.arena, self.arena_size = arena.path, arena.size
+        own = self._opening.replica, self._opening.incarnation
+        self.remote = RemoteArena(arena.address, *own) if arena.address else None
 
     def number(self) -> int:
         """Return a number for a call or copy."""
@@ -65,12 +74,12 @@ class KVStoreConnection:
 
     def is_silent(self, now: float) -> bool:
         """Whether nothing has been heard for too long."""
-        return now - self._heard_at > _SILENCE_SECONDS
+        return now - self._heard_at > SILENCE_SECONDS
 
     @property
     def due(self) -> float:
         """When it counts as silent, or is to be opened again (`time.monotonic`)."""
-        return self._heard_at + _SILENCE_SECONDS if self.is_open else self._opened_at + _OPEN_SECONDS
+        return self._heard_at + SILENCE_SECONDS if self.is_open else self._opened_at + _OPEN_SECONDS
 
     def has_place(self, kind: int, offset: int) -> bool:
         """Whether an entry of this kind may be at this offset of the arena."""

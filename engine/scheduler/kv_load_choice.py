@@ -1,11 +1,17 @@
-"""Which entries of the KV store are loaded for a request: those that come faster than they are computed."""
+"""Which entries of the KV store are loaded for a request: those that come faster than they are computed.
+
+If a load takes about as long as computing, the request does both: it computes the prefix from the beginning while the
+store brings it from the end, until they meet: after half the time, if both are equally fast.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from quire.engine.config.kv_layout import KVKind
@@ -26,6 +32,9 @@ _RATE_DECAY = 0.8
 """Factor by which a measured load weighs less with each later one."""
 _DOUBT = 0.97
 """Factor by which an expected duration shrinks each time that it is too long: a tier that was slow is tried again."""
+_CLEARLY = 0.9
+"""A request computes beside its load if that is expected to take at most this part of the time of either alone: it
+costs others what a prompt costs."""
 
 
 class Rates:
@@ -74,10 +83,10 @@ class Found(NamedTuple):
     """Number of the first link that was asked for."""
     tiers: Sequence[bytes]
 
-    def tier(self, index: int, kind: int) -> int:
-        """Where an entry is."""
-        tiers, at = self.tiers[kind], index - self.start
-        return tiers[at] if 0 <= at < len(tiers) else NO_TIER
+    def of_kind(self, kind: int, length: int) -> bytes:
+        """Where the entries of the first `length` links are."""
+        unknown = bytes([NO_TIER])
+        return (unknown * self.start + self.tiers[kind]).ljust(length, unknown)[:length]
 
 
 @dataclass(slots=True, eq=False)
@@ -89,15 +98,15 @@ class PrefixLoad:
     """Blocks of each group in the prefix, if nothing fails."""
     num_cached: int
     """Blocks of each group that the prefix cache had."""
-    entries: list[KVEntry]
-    places: list[list[int]]
-    """For each entry, the places of its blocks in `blocks`."""
-    tiers: list[int]
-    """Where each entry is."""
-    work: Counter[int]
-    """Bytes by tier."""
     limit: float
     """Seconds after which it is late: computing would have been much faster."""
+    entries: list[KVEntry] = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
+    """For each entry, the places of its blocks in `blocks`."""
+    tiers: list[int] = field(default_factory=list)
+    """Where each entry is."""
+    work: Counter[int] = field(default_factory=Counter)
+    """Bytes by tier."""
     slowest_turn: float = 0.0
     """Seconds of the longest turn since it began: answers are processed, and copies begun, between steps."""
     call_id: int = 0
@@ -121,6 +130,15 @@ class PrefixLoad:
     """The store knows that nobody reads its entries any more."""
     waits: bool = False
     """Another replica computes and stores what it brings: it may take as long as that."""
+    is_awaited: bool = False
+    """Its request waits until ranks have copied what has come."""
+    is_beside: bool = False
+    """Its request computes the prefix from the beginning meanwhile. Its entries are in the order in which they are of
+    use: from the end, but first those that the prefix cache might not keep of what is computed."""
+    num_come: int = 0
+    """Of such a load, the first entries that the prefix cache has."""
+    num_brought: int = 0
+    """The first entries that the store has answered."""
     followers: list[Request] = field(default_factory=list)
     """Requests that wait for some of the same entries."""
 
@@ -134,12 +152,24 @@ class LoadChoice:
         self._kv, self._kinds, self._token_budget, self._min_tokens = kv, kinds, token_budget, min_tokens
         self._kind_of = {group: kind for kind, each in enumerate(kinds) for group in each.groups}
 
-    def choose(self, request: Request, hashes: list[bytes], found: Found, ahead: Counter[int]) -> PrefixLoad | None:
+    def choose(
+        self,
+        request: Request,
+        hashes: list[bytes],
+        found: Found,
+        ahead: Counter[int],
+        busy: float,
+        *,
+        may_compute: bool,
+    ) -> PrefixLoad | None:
         """Return the load that saves most time: from all tiers, or from the fastest ones. None: there is none. The
-        loads before it still have to bring `ahead` bytes of each tier."""
+        loads before it still have to bring `ahead` bytes of each tier, and the running prompts take `busy` seconds.
+        `may_compute`: the request may compute beside its load."""
         kv, stride, size = self._kv, self._kv.num_groups, self._kv.block_size
         num_cached, cached = len(kv.match(hashes)) // stride, {each for each in hashes if kv.cached_block(each) >= 0}
-        tiers = [found.tier(place // stride, self._kind_of[place % stride]) for place in range(len(hashes))]
+        tiers = [NO_TIER] * len(hashes)
+        for group, kind in self._kind_of.items():
+            tiers[group::stride] = found.of_kind(kind, len(hashes) // stride)
         best, most = None, 0.0
         for slowest in sorted({*tiers} & _FIRST_RATES.keys(), reverse=True):
             known = {each for each, tier in zip(hashes, tiers, strict=True) if NO_TIER < tier <= slowest}
@@ -149,12 +179,128 @@ class LoadChoice:
             load = self._load_of(request, hashes, length, num_cached, tiers)
             seconds = self.rates.seconds(load.work + ahead)
             computed = self._token_budget.prompt_seconds(num_cached * size, length * size)
-            if (gain := math.inf if computed is None else computed - seconds) > most:
-                load.limit, load.ahead = _limit(seconds, computed), ahead
+            load.limit, load.ahead = _limit(seconds, None if computed is None else busy + computed), ahead
+            if computed is not None and may_compute:
+                met, num_computed = self._meeting(load, ahead, busy)
+                is_divided = self._min_tokens <= num_computed <= (length - num_cached) * size - self._min_tokens
+                if is_divided and met < _CLEARLY * min(seconds, busy + computed):
+                    load.is_beside, seconds = True, met
+            if (gain := math.inf if computed is None else busy + computed - seconds) > most:
                 best, most = load, gain
             elif gain <= 0.0:
                 self.rates.doubt(load.work)
+        if best is not None and best.is_beside:
+            order = self._from_end(best)
+            best.entries, best.places, best.tiers = (
+                [best.entries[at] for at in order],
+                [best.places[at] for at in order],
+                [best.tiers[at] for at in order],
+            )
         return best
+
+    def _from_end(self, load: PrefixLoad) -> list[int]:
+        """The numbers of entries in the order of `PrefixLoad.is_beside`."""
+        stride, scarce = self._kv.num_groups, self._kv.scarce
+        order = range(len(load.places) - 1, -1, -1)
+        return sorted(order, key=lambda at: load.places[at][0] % stride not in scarce) if scarce else [*order]
+
+    def _meeting(self, load: PrefixLoad, ahead: Counter[int], busy: float) -> tuple[float, int]:
+        """Return when a request that computes beside a load is expected to meet it, in seconds, and how many tokens it
+        has computed then. It begins after `busy` seconds, and the load after `ahead` bytes."""
+        kv, start, order = self._kv, load.num_cached * self._kv.block_size, self._from_end(load)
+        sizes = [self._kinds[load.entries[at].kind].size for at in order]
+        sums = {
+            tier: [0, *accumulate(size * (load.tiers[at] == tier) for at, size in zip(order, sizes, strict=True))]
+            for tier in load.work
+        }
+
+        def loaded(count: int) -> float:
+            """Seconds for the first entries."""
+            return self.rates.seconds(Counter({tier: each[count] for tier, each in sums.items()}) + ahead)
+
+        def end(count: int) -> int:
+            """The token up to which the others are computed."""
+            place = load.places[order[count]][0] if count < len(order) else load.num_cached * kv.num_groups - 1
+            return (place // kv.num_groups + 1) * kv.block_size
+
+        def computed(count: int) -> float:
+            return busy + (self._token_budget.prompt_seconds(start, end(count)) or 0.0)
+
+        first = sum(own[0] % kv.num_groups in kv.scarce for own in load.places)
+        counts = range(first, len(order))
+        count = first + bisect_left(counts, True, key=lambda each: loaded(each) >= computed(each))
+        return max(loaded(count), computed(count)), end(count) - start
+
+    def has_met(self, load: PrefixLoad) -> bool:
+        """Whether a request has computed what its load has not brought of the prefix."""
+        kv, hashes = self._kv, load.request.hashes
+        num_computed = load.request.num_computed_tokens // kv.block_size
+        while load.num_come < len(load.places):
+            own = load.places[load.num_come]
+            index, group = divmod(own[0], kv.num_groups)
+            if index < num_computed and group not in kv.scarce:
+                return True
+            if any(kv.cached_block(hashes[place]) == FREED for place in own):
+                return False
+            load.num_come += 1
+        return True
+
+    def row_tokens(self, load: PrefixLoad) -> int:
+        """Return the maximum tokens of a request's next row beside its load: those until they are expected to meet, so
+        that little is computed that is also loaded."""
+        return max(self._min_tokens, self._meets_at(load) - load.request.num_computed_tokens)
+
+    def _meets_at(self, load: PrefixLoad) -> int:
+        """The tokens that a request will have computed when it meets its load."""
+        start = self._num_computed(load)
+        if (missing := self._num_missing(load)) <= 0:
+            return start
+        computed = self._token_budget.prompt_seconds(start, start + missing) or 0.0
+        loaded = self.rates.seconds(load.work) * missing / self._kv.block_size / (load.length - load.num_cached)
+        return start + int(missing * loaded / (computed + loaded))
+
+    def _num_computed(self, load: PrefixLoad) -> int:
+        """Tokens that need not be computed, also if a request is still queued."""
+        return max(load.request.num_computed_tokens, load.num_cached * self._kv.block_size)
+
+    def length_without(self, load: PrefixLoad, lost: Collection[int]) -> int:
+        """Return the length of the prefix that a request and its load can still have, of which these entries do not
+        come, in blocks of each group: those that the request is expected to compute itself do not matter."""
+        stride, met = self._kv.num_groups, self._meets_at(load) // self._kv.block_size
+        indices = (load.places[number][0] // stride for number in lost)
+        return min((index for index in indices if index >= met), default=load.length)
+
+    def shortened(self, load: PrefixLoad, length: int) -> PrefixLoad | None:
+        """Return the rest of a load beside which its request computes, if it ends after `length` blocks of each group.
+        None: it is too short, or lacks the windows or states at that end."""
+        kv, hashes = self._kv, load.request.hashes
+        end = length * kv.num_groups
+        if kv.windows or length * kv.block_size - self._num_computed(load) < self._min_tokens:
+            return None
+        rest = PrefixLoad(load.request, length, load.num_cached, load.limit, is_beside=True)
+        for entry, places, tier in zip(load.entries, load.places, load.tiers, strict=True):
+            if places[0] < end and any(kv.cached_block(hashes[place]) == FREED for place in places):
+                self._add(rest, entry, places, tier)
+        return rest if rest.entries else None
+
+    def awaits_copies(self, load: PrefixLoad) -> bool:
+        """Whether what a request has not computed has been brought, and is only being copied."""
+        return load.num_copying > 0 and not load.has_failed and self._num_missing(load) <= 0
+
+    def _num_missing(self, load: PrefixLoad) -> int:
+        """Tokens that a request has not computed and the store has not brought; entries that have failed count as
+        brought."""
+        while load.num_brought < len(load.places) and load.num_brought not in load.unanswered:
+            load.num_brought += 1
+        end = load.num_cached
+        if load.num_brought < len(load.places):
+            end = load.places[load.num_brought][0] // self._kv.num_groups + 1
+        return end * self._kv.block_size - self._num_computed(load)
+
+    def rest_seconds(self, load: PrefixLoad) -> float:
+        """Seconds in which a request would compute the rest of its load."""
+        end = load.length * self._kv.block_size
+        return self._token_budget.prompt_seconds(self._num_computed(load), end) or 0.0
 
     def limit(self, load: PrefixLoad) -> float:
         """When the rest of a load is late: seconds from now."""
@@ -168,7 +314,8 @@ class LoadChoice:
         length, num_cached = len(hashes) // self._kv.num_groups, len(self._kv.match(hashes)) // self._kv.num_groups
         if (length - num_cached) * self._kv.block_size < self._min_tokens:
             return None
-        load = self._load_of(request, hashes, length, num_cached, [MEMORY] * len(hashes))
+        tier = PEER if request.core_request.kv_peer else MEMORY
+        load = self._load_of(request, hashes, length, num_cached, [tier] * len(hashes))
         load.waits = True
         return load
 
@@ -177,17 +324,23 @@ class LoadChoice:
     ) -> PrefixLoad:
         """The load of what the prefix cache lacks of `length` blocks of each group, which is in these tiers."""
         kv, stride = self._kv, self._kv.num_groups
-        entries, tiers_of, work = dict[KVEntry, list[int]](), list[int](), Counter[int]()
+        load, last = PrefixLoad(request, length, num_cached, limit=_LOAD_SECONDS), dict[int, int]()
         for place in kv.visible_places(length):
-            index, kind = place // stride, self._kind_of[place % stride]
-            entry = KVEntry(hashes[index * stride], kind)
-            if kv.cached_block(hashes[place]) == FREED and entry not in entries:
-                entries[entry] = [index * stride + group for group in self._kinds[kind].groups]
-                tiers_of.append(tiers[place])
-                work[tiers[place]] += self._kinds[kind].size
-        return PrefixLoad(
-            request, length, num_cached, [*entries], [*entries.values()], tiers_of, work, limit=_LOAD_SECONDS
-        )
+            if kv.cached_block(hashes[place]) != FREED:
+                continue
+            index, group = divmod(place, stride)
+            kind = self._kind_of[group]
+            if last.get(kind) != index:
+                last[kind] = index
+                places = [index * stride + each for each in self._kinds[kind].groups]
+                self._add(load, KVEntry(hashes[index * stride], kind), places, tiers[place])
+        return load
+
+    def _add(self, load: PrefixLoad, entry: KVEntry, places: list[int], tier: int) -> None:
+        load.entries.append(entry)
+        load.places.append(places)
+        load.tiers.append(tier)
+        load.work[tier] += self._kinds[entry.kind].size
 
 
 def _limit(seconds: float, computed: float | None) -> float:

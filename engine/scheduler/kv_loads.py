@@ -10,13 +10,19 @@ so that loads never wait for each other, and keeps them until its request starts
 running requests need them, or when nothing else runs and another request is first: then it is looked up again. Loads
 for requests that have not come yet have at most a part of the cache, and give way to all others.
 
+A request for which that is clearly faster computes *beside* its load (`PrefixLoad.is_beside`): it starts at once, as if
+nothing was loaded, while the entries come from the end of the prefix. When it has computed what has not come, it starts
+again, behind both, by the ordinary prefix match. If an entry is lost that is behind that place, the load begins again
+in front of it. If it ends otherwise, the request just goes on.
+
 A store that does not answer costs a request `_ANSWER_SECONDS` at most, and later ones nothing: it is not asked until it
-is heard of.
+is heard of. Nor is it while a rank cannot copy (`CopiesInFlight.are_failing`).
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -46,6 +52,7 @@ from quire.engine.scheduler.kv_load_choice import Found, LoadChoice, PrefixLoad
 from quire.engine.scheduler.plans_in_flight import PlansInFlight
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_blocks import RequestBlocks
+from quire.engine.scheduler.running_requests import RunningRequests
 from quire.engine.scheduler.token_budget import TokenBudget
 
 _ANSWER_SECONDS = 0.5
@@ -97,10 +104,13 @@ class KVLoads:
         copies: CopiesInFlight,
         blocks: RequestBlocks,
         in_flight: PlansInFlight,
+        running: RunningRequests,
         token_budget: TokenBudget,
         stats: EngineStats,
     ) -> None:
         self._store, self._copies, self._in_flight, self._stats = connection, copies, in_flight, stats
+        self._running, self._token_budget = running, token_budget
+        self._is_chunked = config.scheduler.enable_chunked_prefill
         self._blocks, self._kv, self._kinds = blocks, blocks.kv, connection.kinds
         self._row_tokens = config.scheduler.max_num_batched_tokens
         self._max_expected = config.cache.num_blocks // config.cache.blocks_per_page // _EXPECTED_SHARE
@@ -128,6 +138,9 @@ class KVLoads:
         """Requests that start with what the prefix cache has."""
         self._loaded: dict[Request, PrefixLoad] = {}
         """Ended loads of requests that have not started, the oldest first."""
+        self._beside: dict[Request, PrefixLoad] = {}
+        """Loads beside which their requests compute: these are queued, or run. A load that has ended while its request
+        runs has no blocks, and stays until the next plan (`take_met`)."""
         self._loads: dict[int, PrefixLoad] = {}
         """Loads that have not ended, by call, the oldest first."""
         self._loading: dict[KVEntry, PrefixLoad] = {}
@@ -141,7 +154,9 @@ class KVLoads:
         """Whether the next request to admit must leave the queue and wait for the store, until `take_startable` returns
         it. None: it must wait in the queue, because enough others for `num_places` places wait for the store, or this
         plan has looked up enough."""
-        if not self._store.is_open or self._store.is_late or request in self._settled:
+        if not self._store.is_open or self._store.is_late or request in self._settled or request in self._beside:
+            return False
+        if self._copies.are_failing:
             return False
         if request.num_reusable_tokens < self._min_tokens:
             return False
@@ -185,6 +200,51 @@ class KVLoads:
                 del self._waiting[request]
         return startable
 
+    def take_met(self) -> list[Request]:
+        """Return the running requests that have computed what their loads lack, which must stop running and `rejoin`.
+        Others whose loads have ended, or have little left to bring, go on without them."""
+        met = list[Request]()
+        for request, load in [*self._beside.items()] if self._beside else ():
+            if request.slot is None:
+                if load.has_ended:  # it has been preempted since
+                    self.rejoin(request)
+                continue
+            num_left = load.length * self._kv.block_size - request.num_computed_tokens
+            if has_met := num_left >= self._min_tokens and self._choice.has_met(load):
+                load.num_cached = request.num_computed_tokens // self._kv.block_size
+                met.append(request)
+            elif load.has_ended:
+                self._stats.kv_failed_load_tokens += max(0, num_left)
+            if not load.has_ended and (has_met or num_left < self._min_tokens):
+                load.unanswered.clear()  # it does not fail, but brings less
+                self._end(load)
+            if load.has_ended and not has_met:
+                del self._beside[request]
+        return met
+
+    def rejoin(self, request: Request) -> None:
+        """Hold what a request of `take_met` and its load have brought of the prefix until the request starts again."""
+        kv, load = self._kv, self._beside.pop(request)
+        found = kv.match(request.hashes[: load.length * kv.num_groups])
+        load.blocks, self._loaded[request] = [*kv.without_freed(found)], load
+        kv.touch(load.blocks)
+        self._settled.add(request)
+        self._reserved[request] = max(0, kv.max_pages_needed(len(request.token_ids), self._row_tokens, found))
+
+    def row_tokens(self, request: Request) -> int:
+        """Return the maximum tokens of a request's next row."""
+        return sys.maxsize if (load := self._beside.get(request)) is None else self._choice.row_tokens(load)
+
+    def awaits_copies(self, request: Request) -> bool:
+        """Whether a running request has no row until ranks have copied what is missing: no longer than computing that
+        would take."""
+        if (load := self._beside.get(request)) is None or load.has_ended or not self._choice.awaits_copies(load):
+            return False
+        if not load.is_awaited:
+            load.is_awaited = True
+            load.limit = min(load.limit, time.monotonic() - load.began + self._choice.rest_seconds(load))
+        return True
+
     def num_reserved(self, request: Request) -> int:
         """Free pages that a request leaves to others, which wait for the store or have blocks from it."""
         return sum(self._reserved.values()) - self._reserved.get(request, 0) if self._reserved else 0
@@ -206,9 +266,10 @@ class KVLoads:
             return None
         self._give_up(load)
         self._stats.kv_failed_load_tokens += max(0, load.length - max(load.num_cached, length)) * size
-        if request.num_cached_tokens is not None:
+        is_first = request.num_cached_tokens is None
+        if not is_first and (not load.is_beside or request.preempted_after):
             return load  # its tokens have been counted when it started first
-        counts, slowest = {MEMORY: 0, DISK: 0, PEER: 0}, dict[int, int]()
+        counts, slowest = Counter[int](), dict[int, int]()
         for own, tier in zip(load.places, load.tiers, strict=True):
             index = own[0] // self._kv.num_groups
             slowest[index] = max(tier, slowest.get(index, MEMORY))
@@ -219,6 +280,9 @@ class KVLoads:
             self._stats.kv_loaded_disk_tokens += counts[DISK]
             self._stats.kv_loaded_peer_tokens += counts[PEER]
         request.num_loaded_tokens = counts[MEMORY], counts[DISK], counts[PEER]
+        if request.num_cached_tokens is not None:
+            request.num_cached_tokens += counts.total()
+            self._stats.prefix_hit_tokens += 0 if request.is_resumed else counts.total()
         return load
 
     def finish(self, request: Request) -> None:
@@ -226,7 +290,8 @@ class KVLoads:
         self._forget(request)
         if (load := self._loaded.pop(request, None)) is not None:
             self._give_up(load)
-        if request in self._waiting or request in self._expected:
+        is_beside = self._beside.pop(request, None) is not None
+        if is_beside or request in self._waiting or request in self._expected:
             self._waiting.pop(request, None)
             self._expected.pop(request, None)
             self._startable.pop(request, None)
@@ -239,7 +304,7 @@ class KVLoads:
         """Load the prompt of a request that another replica computes, as it stores it, if there is memory. The request
         comes later (`arrive`), or never (`finish`)."""
         self._expected[request] = None
-        if self._store.is_open:
+        if self._store.is_open and not self._copies.are_failing:
             hashes = self._blocks.reusable_hashes(request)
             if (load := self._choice.expected(request, hashes)) is not None:
                 self._send(load, hashes)
@@ -296,7 +361,7 @@ class KVLoads:
         """Let a waiting request be queued. `is_settled`: it starts with what the prefix cache has then."""
         if request in self._waiting:
             self._startable[request] = None
-            if request not in self._loaded:
+            if request not in self._loaded and request not in self._beside:
                 self._reserved.pop(request, None)
             if is_settled:
                 self._settled.add(request)
@@ -307,7 +372,10 @@ class KVLoads:
         """Begin the load that is worth it for a waiting request, or let the request start."""
         hashes = self._blocks.reusable_hashes(request)
         ahead = sum((load.left for load in self._loads.values() if not load.waits), Counter[int]())
-        if (load := self._choice.choose(request, hashes, found, ahead)) is None:
+        load = self._choice.choose(
+            request, hashes, found, ahead, self._busy, may_compute=self._may_compute(request, hashes)
+        )
+        if load is None:
             return self._let_start(request, is_settled=True)
         if (other := next((self._loading[each] for each in load.entries if each in self._loading), None)) is not None:
             self._reserved.pop(request, None)
@@ -315,6 +383,34 @@ class KVLoads:
         if not self._send(load, hashes):
             self._refused[request] += 1
             self._let_start(request, is_settled=self._refused[request] >= _MAX_REFUSED)
+        elif load.is_beside:
+            self._beside[request] = load
+            self._let_start(request, is_settled=True)
+
+    @property
+    def _queued_beside(self) -> list[PrefixLoad]:
+        """The loads beside which requests will compute that are queued."""
+        return [load for request, load in self._beside.items() if request.slot is None]
+
+    @property
+    def _busy(self) -> float:
+        """Seconds of the prompts that run, or have been chosen to be computed beside their loads."""
+        prompts = [(each, each.num_computed_tokens) for each in self._running.prefilling]
+        prompts += [(load.request, load.num_cached * self._kv.block_size) for load in self._queued_beside]
+        prompt_seconds = self._token_budget.prompt_seconds
+        return sum(prompt_seconds(start, len(request.token_ids)) or 0.0 for request, start in prompts)
+
+    def _may_compute(self, request: Request, hashes: list[bytes]) -> bool:
+        """Whether a waiting request can compute beside its load: there are a place in the batch and memory for both,
+        and nothing else that it must wait for; no replica is storing its prompt."""
+        kv, cached = self._kv, self._kv.match(hashes)
+        is_stored_now = request.is_resumed and not request.core_request.hands_over
+        if not self._is_chunked or is_stored_now or len(self._running.free_slots) <= len(self._queued_beside):
+            return False
+        if request.media_end > kv.num_tokens_in(len(cached)):
+            return False
+        needed = 2 * self._reserved[request] + self.num_reserved(request)
+        return kv.can_allocate(needed, cached_blocks=kv.without_freed(cached))
 
     def _send(self, load: PrefixLoad, hashes: list[bytes]) -> bool:
         """Begin a load, if there is memory for it; returns whether there is."""
@@ -324,12 +420,15 @@ class KVLoads:
         cached = sorted({*kv.visible_places(load.length)}.difference(missing))
         held = [kv.cached_block(hashes[place]) for place in cached]
         needed = max(0, kv.max_pages_needed(len(request.token_ids), self._row_tokens, load.blocks))
+        if load.is_beside:
+            needed = self._reserved.get(request, 0)
         load.num_pages = kv.pages_for_places(missing) + needed
         if load.waits and self._num_expected and self._num_expected + load.num_pages > self._max_expected:
             return False
         if not kv.can_allocate(load.num_pages + self.num_reserved(request), cached_blocks=held):
             return False
-        self._reserved[request] = needed
+        if request.slot is None:  # a running one has its pages
+            self._reserved[request] = needed
         kv.touch(held)
         for place, block in zip(cached, held, strict=True):
             load.blocks[place] = block
@@ -341,7 +440,8 @@ class KVLoads:
         self._loading |= {} if load.waits else dict.fromkeys(load.entries, load)
         stride = kv.num_groups
         parents = [hashes[(at - 1) * stride] if (at := own[0] // stride) else b"" for own in load.places]
-        self._store.send(LoadKV(load.call_id, load.entries, parents, load.waits))
+        peer = request.core_request.kv_peer if load.waits else ""
+        self._store.send(LoadKV(load.call_id, load.entries, parents, load.waits, peer))
         return True
 
     def on_loaded(self, message: LoadedKV) -> None:
@@ -370,7 +470,22 @@ class KVLoads:
         for number in failed:
             load.left[load.tiers[number]] -= self._kinds[load.entries[number].kind].size
         load.has_failed |= bool(failed)
+        if load.is_beside and failed:
+            self._shorten(load, self._choice.length_without(load, failed))
         self._check_end(load)
+
+    def _shorten(self, load: PrefixLoad, length: int) -> None:
+        """Let a load beside which its request computes bring the prefix of `length` blocks of each group: what comes of
+        the others is of no use."""
+        if length == load.length:
+            return
+        rest, request = self._choice.shortened(load, length), load.request
+        self._end(load)
+        if rest is not None and self._send(rest, request.hashes):
+            if self._loaded.pop(request, None) is not None:
+                self._give_up(load)
+            self._beside[request] = rest
+            self._stats.kv_failed_load_tokens += (load.length - length) * self._kv.block_size
 
     def on_copied(self, ended: Collection[LoadCopy]) -> None:
         """Take the blocks of copies that all ranks have answered, and release the entries."""
@@ -415,6 +530,8 @@ class KVLoads:
         """End a load, with what has come. Copies under way keep their blocks until the ranks have answered."""
         load.has_ended = True
         load.has_failed |= bool(load.unanswered)
+        # What has come of a load says how fast it is, also if its request needs no more.
+        work = Counter[int]() if load.has_failed or load.waits else load.work - load.left
         del self._loads[load.call_id]
         for entry in load.entries if not load.waits else ():
             del self._loading[entry]
@@ -425,22 +542,26 @@ class KVLoads:
                 self._finish_copy(copy, has_failed=True)
             else:
                 self._copies.plan.loads.append(each)
-        kv, hashes = self._kv, load.request.hashes[: load.length * self._kv.num_groups]
+        kv, request = self._kv, load.request
+        hashes = request.hashes[: load.length * kv.num_groups]
         seconds = max(0.0, time.monotonic() - load.began)
         self._stats.kv_loads += 1
         self._stats.kv_load_seconds += seconds
-        if not load.has_failed and not load.waits:
-            self._choice.rates.learn(load.work + load.ahead, seconds)
+        if work:
+            self._choice.rates.learn(work + load.ahead, seconds)
         found = {*kv.match(hashes)}
         kv.free([block for block in load.blocks if block >= 0 and block not in found])
         load.blocks = [block for block in load.blocks if block in found]
-        if load.request in self._waiting or load.request in self._expected:
-            self._loaded[load.request] = load
-            self._let_start(load.request, is_settled=True)
+        if is_queued := request in self._beside and request.slot is None:
+            del self._beside[request]
+            self._settled.add(request)
+        if is_queued or request in self._waiting or request in self._expected:
+            self._loaded[request] = load
+            self._let_start(request, is_settled=True)
         else:
             self._give_up(load)
-        for request in load.followers:
-            self._let_start(request, is_settled=load.has_failed)
+        for follower in load.followers:
+            self._let_start(follower, is_settled=load.has_failed)
         self._check_end(load)
 
     def make_room(self, num_pages: int) -> None:
@@ -452,7 +573,8 @@ class KVLoads:
             if all(block == FREED for block in load.blocks):
                 continue
             self._end(load)
-            self._let_go(load.request)
+            if load.request.slot is None:  # a running one goes on, see `take_met`
+                self._let_go(load.request)
         while self._kv.num_free < num_pages and self.make_way(None):
             pass
 
@@ -489,10 +611,14 @@ class KVLoads:
             self._end(load)
         for load in self._loaded.values():
             self._give_up(load)
+        self._beside.clear()
 
     def _let_go(self, request: Request) -> None:
-        """Free the blocks that were loaded for a request. It is looked up again, unless that has happened too often."""
-        self._give_up(self._loaded.pop(request))
+        """Free the blocks that were loaded for a request. It is looked up again, unless that has happened too often, or
+        goes on without them if it runs."""
+        if (load := self._loaded.pop(request, None)) is not None:
+            self._give_up(load)
+        self._beside.pop(request, None)
         self._reserved.pop(request, None)
         self._refused[request] += 1
         if self._refused[request] < _MAX_REFUSED:
@@ -551,14 +677,18 @@ class KVLoads:
         """Assert the invariants between two plans; returns the requests that are in no queue."""
         assert self._waiting.keys() <= {*requests}
         assert self._startable.keys() <= self._waiting.keys()
-        assert {*self._refused, *self._settled, *self._loaded} <= {*requests, *self._expected}
-        assert self._reserved.keys() <= self._waiting.keys() | self._loaded.keys() | self._expected.keys()
+        assert {*self._refused, *self._settled, *self._loaded, *self._beside} <= {*requests, *self._expected}
+        served = self._waiting.keys() | self._expected.keys() | self._beside.keys()
+        assert self._reserved.keys() <= served | self._loaded.keys()
         assert self._expected.keys().isdisjoint(requests)
-        assert all(load.request in self._waiting.keys() | self._expected.keys() for load in self._loads.values())
+        assert all(load.request in served for load in self._loads.values())
+        for request, load in self._beside.items():
+            assert load.request is request
+            assert (load.call_id in self._loads) != load.has_ended
         followers = {request for load in self._loads.values() for request in load.followers}
         for request in self._waiting:
             is_asked = any(asked.request is request for asked in self._asked.values())
-            is_loading = any(load.request is request for load in self._loads.values())
+            is_loading = request not in self._beside and any(e.request is request for e in self._loads.values())
             assert is_asked + is_loading + (request in followers) + (request in self._startable) == 1
         loads = [load for load in self._loads.values() if not load.waits]
         assert self._loading.keys() == {entry for load in loads for entry in load.entries}

@@ -112,6 +112,7 @@ class KVStores:
         windows = {kind: self._kv.windows.get(each.groups[0]) for kind, each in enumerate(self._kinds)}
         self._scarce = {kind: windows[kind] or 0 for kind in windows if self._kinds[kind].groups[0] in self._kv.scarce}
         """Kinds that are kept only at some places, and their windows."""
+        self._row_tokens = config.scheduler.max_num_batched_tokens
         self._max_held = config.cache.num_blocks // config.cache.blocks_per_page // _HELD_SHARE
         self._offered_at = -math.inf
         """Time (`time.monotonic`) of the last offer."""
@@ -168,9 +169,12 @@ class KVStores:
         start = len(links)
         while start and links[start - 1] not in self._known:
             start -= 1
+        # The request has been admitted because it finds all its pages.
+        needed = self._kv.max_pages_needed(len(request.token_ids), self._row_tokens, request.block_ids)
         for first in range(start, len(links), _OFFERED_TOGETHER):
             end = min(first + _OFFERED_TOGETHER, len(links))
-            self._add_full(request, first, end, end * self._kv.block_size + 1, range(len(self._kinds)))
+            num_tokens = end * self._kv.block_size + 1
+            self._add_full(request, first, end, num_tokens, range(len(self._kinds)), needed)
 
     def _on_free(self, request: Request) -> None:
         """Take the last blocks of kinds that are kept only at some places, once no later ones replace them. What was
@@ -181,7 +185,11 @@ class KVStores:
             self._add_full(request, start, end, len(request.token_ids), self._scarce)
         self.finish(request)
 
-    def _add_full(self, request: Request, start: int, end: int, num_tokens: int, kinds: Collection[int]) -> None:
+    def _add_full(
+        self, request: Request, start: int, end: int, num_tokens: int, kinds: Collection[int], num_needed: int = 0
+    ) -> None:
+        """Take links from number `start` to `end` into the backlog, see `_Full`. What is kept leaves `num_needed` pages
+        free."""
         if len(self._backlog) < _MAX_BACKLOG:
             hashes, stride = request.hashes, self._kv.num_groups
             parent = hashes[(start - 1) * stride] if start else b""
@@ -195,7 +203,7 @@ class KVStores:
                     if self._stays(kind, at, num_tokens)
                 )
                 kept += chain.from_iterable(blocks for blocks in found if blocks is not None)
-            if self._num_kept + len(kept) > self._max_held:
+            if self._num_kept + len(kept) > self._max_held or not self._kv.can_allocate(num_needed, cached_blocks=kept):
                 kept = []
             self._kv.touch(kept)
             self._num_kept += len(kept)

@@ -12,12 +12,13 @@ copies under way end by themselves.
 Invariants (`check_integrity`):
 - each load and each copy has references to its blocks, and a block of a load is not in the prefix cache before all
   ranks have copied it;
-- the request of a load is in no queue;
+- the request of a load is in no queue, unless it computes beside the load;
 - the pages held for stores are within their limit.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -40,14 +41,17 @@ from quire.engine.protocol.kv_store import (
     ToStore,
 )
 from quire.engine.protocol.stats import EngineStats
-from quire.engine.scheduler.kv_connection import KVStoreConnection
+from quire.engine.scheduler.kv_connection import SILENCE_SECONDS, KVStoreConnection
 from quire.engine.scheduler.kv_copies_in_flight import CopiesInFlight
 from quire.engine.scheduler.kv_loads import KVLoads, LoadCopy
 from quire.engine.scheduler.kv_stores import KVStores
 from quire.engine.scheduler.plans_in_flight import PlansInFlight
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_blocks import RequestBlocks
+from quire.engine.scheduler.running_requests import RunningRequests
 from quire.engine.scheduler.token_budget import TokenBudget
+
+logger = logging.getLogger(__name__)
 
 
 class KVTransferManager:
@@ -58,6 +62,7 @@ class KVTransferManager:
         config: EngineConfig,
         blocks: RequestBlocks,
         in_flight: PlansInFlight,
+        running: RunningRequests,
         token_budget: TokenBudget,
         stats: EngineStats,
     ) -> None:
@@ -66,8 +71,11 @@ class KVTransferManager:
         if self._kv.listener is not None:
             self._kv.listener.groups_of = [kind.groups for kind in self._store.kinds]
         self._copies = CopiesInFlight(in_flight, config.parallel.world_size)
-        self.loads = KVLoads(config, self._store, self._copies, blocks, in_flight, token_budget, stats)
+        self.loads = KVLoads(config, self._store, self._copies, blocks, in_flight, running, token_budget, stats)
         self.stores = KVStores(config, self._store, self._copies, blocks, in_flight, stats)
+        parallel = config.parallel
+        self._spans_hosts = len(parallel.ranks_of(parallel.first_node)) < parallel.world_size
+        """Whether some ranks are not on the store's host."""
 
     @property
     def is_open(self) -> bool:
@@ -119,8 +127,8 @@ class KVTransferManager:
         """Process a message of the store."""
         self._store.hear()
         match message:
-            case KVStoreOpened(path, size):
-                self._on_opened(path, size)
+            case KVStoreOpened():
+                self._on_opened(message)
             case FoundKV():
                 self.loads.on_found(message)
             case LoadedKV():
@@ -132,12 +140,15 @@ class KVTransferManager:
                 if message.number % TIERS_HEARD == TIERS_HEARD - 1:
                     self._store.send(HeardKVTiers(message.number))
 
-    def _on_opened(self, path: str, size: int) -> None:
-        """Open the store once it says twice that it has this arena: the first time, it may not know this core."""
-        if path == self._store.arena:
+    def _on_opened(self, message: KVStoreOpened) -> None:
+        """Open the store once it says twice that it has this arena: the first time, it may not know this core. One that
+        not all ranks can reach is none."""
+        if self._spans_hosts and not message.address:
+            return
+        if message.path == self._store.arena:
             self._store.is_open = True
             return
-        self._store.arena, self._store.arena_size = path, size
+        self._store.use(message)
         self._close()
         self.stores.change_arena()
         self._store.open(time.monotonic())
@@ -164,6 +175,7 @@ class KVTransferManager:
 
     def on_copied(self, message: KVCopied) -> None:
         """Process a rank's answer."""
+        self._stats.kv_failed_copies += len(message.failed)
         ended = [*self._copies.on_copied(message)]
         self.loads.on_copied([copy for copy in ended if isinstance(copy, LoadCopy)])
         self.stores.on_copied([copy for copy in ended if not isinstance(copy, LoadCopy)])
@@ -180,6 +192,7 @@ class KVTransferManager:
         if not self._store.is_open:
             return self._store.open_again(now)
         if self._store.is_silent(now):
+            logger.warning("the KV store has not been heard of for %g s; what it has is computed", SILENCE_SECONDS)
             return self._close()
         if self._kv.listener is not None and self._kv.listener.has_loaded:
             self._store.send(self._kv.listener.description(()))
@@ -229,7 +242,7 @@ class KVTransferManager:
 
     def take_plan(self) -> KVCopyPlan | None:
         """Return the copies for the current plan; None: there are none."""
-        return self._copies.take_plan(self._store.arena)
+        return self._copies.take_plan(self._store.arena, self._store.remote)
 
     def count(self) -> None:
         """Set the gauges."""

@@ -97,7 +97,9 @@ class Scheduler:
         self.draft_steps = DraftSteps(config, self.blocks, self.in_flight, self.drafts_in_flight)
         self.waiting = RequestQueue()
         self.token_budget = TokenBudget(self.config, self.stages)
-        self.kv_transfers = KVTransferManager(config, self.blocks, self.in_flight, self.token_budget, self.stats)
+        self.kv_transfers = KVTransferManager(
+            config, self.blocks, self.in_flight, self.running, self.token_budget, self.stats
+        )
         self.kv_loads = self.kv_transfers.loads
         self._num_added = 0
         self._admits = True
@@ -265,6 +267,11 @@ class Scheduler:
         self.kv_transfers.poll()
         for request in (*self.adapters.take_startable(), *self.kv_loads.take_startable()):
             self._queue(request)
+        met = self.kv_loads.take_met()
+        for request in met:
+            self._remove_from_workers(request)
+            self.kv_loads.rejoin(request)
+            self.waiting.push(request)
         if self._awaits_drafts():
             return self._chain()
         self._next_victim = None
@@ -317,6 +324,9 @@ class Scheduler:
             first = self._first_waiting()
             if first is not None and first.share.served < chunks[0].share.served:
                 self._admit(plan, limits, at_most=1)
+        if met:  # they have been before the running prompts, or some of them
+            chunks = [*chunks]
+            self._admit(plan, limits, at_most=len(met))
         self._schedule_chunks(plan, chunks, limits)
         self._admit(plan, limits)
         if self.kv_transfers.is_open:
@@ -462,6 +472,8 @@ class Scheduler:
                 break
             if request.slot is None or request is self._next_victim:
                 continue  # it was preempted by an earlier row, or will be
+            if self.kv_loads.awaits_copies(request):
+                continue
             count = self._chunk_size(plan, request, limits)
             if count and self._make_room(request, count):
                 self._schedule_chunk(plan, request, count)
@@ -469,7 +481,7 @@ class Scheduler:
     def _chunk_size(self, plan: PlanBuilder, request: Request, limits: PlanLimits) -> int:
         """Return how many of a request's pending tokens fit. While decodes leave too little room for an image that must
         be in one row, nobody is admitted."""
-        count = plan.chunk(request, limits)
+        count = min(plan.chunk(request, limits), self.kv_loads.row_tokens(request))
         if count and (request.core_request.media or self.encoder_cache.joins_text):
             count = self.encoder_cache.limit_chunk(request, count, self.config.max_num_batched_tokens - plan.num_tokens)
             self._admits &= not self.encoder_cache.lacks_tokens

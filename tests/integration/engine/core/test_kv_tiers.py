@@ -3,19 +3,32 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
+import zmq
 
 from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.config.engine_config import EngineConfig, KVStoreConfig
 from quire.engine.config.kv_layout import kv_layout
 from quire.engine.config.options import DEMO_MODEL
+from quire.engine.kv_store.rank_server import RankServer
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.scheduler import kv_load_choice
+from quire.engine.scheduler.kv_load_choice import Rates
+from quire.engine.scheduler.request import Request
+from quire.engine.scheduler.scheduler import Scheduler
 from quire.engine.scheduler.token_budget import TokenBudget
+from quire.engine.worker import arena_link
+from quire.engine.worker.kv_copies import KVStaging
 from tests.fakes.core_with_ranks import LocalStore, Ranks
 from tests.fakes.draft_heads import HEAD, write_eagle3
 from tests.fakes.drafts import Always, Guesser
@@ -119,6 +132,105 @@ def test_another_layout_reads_it(family: str, writer: tuple[int, int], reader: t
     store.close()
 
 
+class RemoteStore(LocalStore):
+    """Ranks of the second host reach it by a socket."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._poller, self.is_closed = zmq.Poller(), False
+        self.server = self.ranks = RankServer(self.of_ranks, "127.0.0.1", "", self._poller)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self.is_closed:
+            ready = dict(self._poller.poll(20))
+            with self._lock:
+                self.server.run(ready)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._thread.join()
+        self.server.close()
+        super().close()
+
+
+Receive = Callable[[Sequence[bytes]], list[bytes | memoryview]]
+
+
+def damaging(receive: Receive) -> Receive:
+    """Flip a bit of the bytes that ranks write or read, every now and then."""
+    rng = random.Random(0)
+
+    def flipped(frames: Sequence[bytes | memoryview]) -> list[bytes]:
+        whole = [*map(bytes, frames)]
+        if len(whole) > 1 and not rng.randrange(4):
+            at, last = rng.randrange(len(whole[-1])), whole[-1]
+            whole[-1] = last[:at] + bytes([last[at] ^ 1 << rng.randrange(8)]) + last[at + 1 :]
+        return whole
+
+    return lambda frames: [*flipped(receive(flipped(frames)))]
+
+
+@pytest.fixture
+def staged(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the copies of one model go through pinned memory, as on a GPU, whose streams and events do nothing here."""
+    if family == "Llama":
+        for name in ("Event", "Stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, MagicMock())
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        monkeypatch.setattr(KVStaging, "of", lambda config, rank, device: KVStaging(32 << 20, device))
+
+
+@pytest.mark.usefixtures("staged")
+@pytest.mark.parametrize(
+    ("family", "tp", "pp"),
+    [
+        ("Llama", 2, 1),
+        ("Qwen3-Next", 2, 2),
+        pytest.param("Gemma 3", 1, 2, marks=pytest.mark.slow),
+        pytest.param("DeepSeek V2", 2, 1, marks=pytest.mark.slow),
+        pytest.param("DeepSeek V4", 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_of_another_host_copy_by_way_of_the_first(
+    family: str, tp: int, pp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the ranks are there; then all are on one host, which reads what they have stored. Then every fourth
+    message is damaged on its way, and at last the store does not answer."""
+    monkeypatch.setattr(arena_link, "SECONDS", 10.0)
+    write(family, tmp_path)
+    one_host, asked = configured(tmp_path, tp, pp), requests()
+    config = replace(one_host, parallel=replace(one_host.parallel, nodes=2))
+    store = RemoteStore(config)
+    with Ranks(config, ThreadExecutor(config), store) as ranks:
+        expected = ranks.tokens(asked)
+        assert ranks.tokens(asked) == expected
+        assert ranks.stats.kv_loaded_memory_tokens > 50
+        assert ranks.tokens(asked, num_blocks=scarce(config), max_num_batched_tokens=32) == expected
+        assert ranks.stats.kv_loaded_memory_tokens > 0
+        with Ranks(one_host, ThreadExecutor(one_host)) as others:
+            assert others.tokens(asked, enable_prefix_caching=False) == expected
+            others.store = store
+            store.forget_replica(0)  # the incarnations of its cores are counted from the beginning
+            assert others.tokens(asked) == expected
+            assert others.stats.kv_loaded_memory_tokens > 50
+        monkeypatch.setattr(store.server, "receive", damaging(store.server.receive))
+        num_failed = 0
+        for blocks in (None, scarce(config), None):
+            assert ranks.tokens(asked, num_blocks=blocks) == expected
+            num_failed += ranks.stats.kv_failed_load_tokens
+            assert ranks.stats.kv_failed_copies > 0
+        assert num_failed > 0
+        monkeypatch.setattr(arena_link, "SECONDS", 0.1)
+        monkeypatch.setattr(store.server, "receive", lambda frames: [])
+        assert ranks.tokens(asked) == expected
+        assert ranks.stats.kv_failed_load_tokens > 0
+        assert ranks.stats.kv_loaded_memory_tokens == 0
+    store.close()
+
+
 def test_drafts_change_nothing(tmp_path: Path) -> None:
     """Neither n-grams nor those of a head, whose KV is stored with the model's."""
     write_eagle3("Llama", tmp_path)
@@ -169,3 +281,35 @@ def test_damaged_entries_are_computed_again() -> None:
             assert ranks.stats.kv_failed_load_tokens > 0
             assert store.stats().wrong_checksums > 0
     store.close()
+
+
+@pytest.mark.parametrize("family", ["Llama", *FAMILIES])
+def test_both_ends_of_a_prefix_meet(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests compute the beginning of what the store brings."""
+    write(family, tmp_path)
+    config = configured(tmp_path)
+    rng, num_met = random.Random(0), 0
+    asked = [(rng.choices(range(3, 100), k=length), PARAMS) for length in (230, 200, 170)]
+
+    def count(scheduler: Scheduler) -> None:
+        take_met = scheduler.kv_loads.take_met
+
+        def counting() -> list[Request]:
+            nonlocal num_met
+            num_met += len(met := take_met())
+            return met
+
+        scheduler.kv_loads.take_met = counting  # type: ignore[method-assign]
+
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        expected = ranks.tokens(asked, enable_prefix_caching=False)
+        ranks.store = LocalStore(config)
+        assert ranks.tokens(asked) == expected
+        monkeypatch.setattr(TokenBudget, "prompt_seconds", lambda self, start, end: (end - start) / 100)
+        monkeypatch.setattr(Rates, "seconds", lambda self, work: 1.0)
+        monkeypatch.setattr(kv_load_choice, "_CLEARLY", 10.0)
+        for settings in ({}, {"depth": 2}, {"max_num_batched_tokens": 64}):
+            assert ranks.tokens(asked, prepare=count, **settings) == expected
+            assert ranks.stats.kv_loaded_memory_tokens > 100
+        assert num_met >= 3
+        ranks.store.close()

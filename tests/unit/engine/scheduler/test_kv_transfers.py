@@ -282,14 +282,16 @@ def test_a_request_names_the_store_that_has_its_prefix(clock: Clock) -> None:
     assert [each.peer for each in engine.received(LookUpKV)] == ["10.0.0.7:29560"]
 
 
-def test_a_silent_store_costs_one_request_little_and_then_nothing(clock: Clock) -> None:
+def test_a_silent_store_costs_one_request_little_and_then_nothing(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = prepared(clock, prompt := text(60))
     engine.store.handle = lambda message, core=0: engine.store.received.append(message) or []  # type: ignore[method-assign,func-returns-value]
     engine.is_silent = True
     begin = clock.now
     engine.ask("late", prompt)
     assert kv_loads._ANSWER_SECONDS < clock.now - begin < kv_loads._ANSWER_SECONDS + 0.3
-    for seconds in (0.0, kv_connection._SILENCE_SECONDS):
+    for seconds in (0.0, kv_connection.SILENCE_SECONDS):
         forget(engine, prompt)
         clock.now += seconds
         engine.store.received.clear()
@@ -298,6 +300,7 @@ def test_a_silent_store_costs_one_request_little_and_then_nothing(clock: Clock) 
         assert clock.now - begin < 0.2
         assert not engine.received(LookUpKV)
     assert engine.copies.arenas[-1] == "", "ranks keep the memory of a store that may have ended"
+    assert caplog.messages == ["the KV store has not been heard of for 3 s; what it has is computed"]
     del engine.store.handle
     engine.is_silent = False
     clock.now += 1.0
@@ -305,6 +308,41 @@ def test_a_silent_store_costs_one_request_little_and_then_nothing(clock: Clock) 
     forget(engine, prompt)
     engine.ask("found", prompt)
     assert engine.outputs["found"][-1].num_loaded_tokens == (56, 0, 0)
+
+
+def test_a_rank_that_cannot_copy_costs_one_request_a_load_until_it_can(clock: Clock) -> None:
+    engine = prepared(clock, prompt := text(60))
+    engine.copies.fails = lambda: True
+    for number in range(3):
+        forget(engine, prompt)
+        engine.store.received.clear()
+        engine.ask(f"failed {number}", prompt)
+        assert len(engine.received(LookUpKV)) == (number == 0)
+        assert engine.outputs[f"failed {number}"][-1].num_loaded_tokens == (0, 0, 0)
+    engine.copies.fails = lambda: False
+    forget(engine, prompt)
+    engine.ask("another text is stored", text(30, seed=1))
+    forget(engine, prompt)
+    engine.ask("found", prompt)
+    assert engine.outputs["found"][-1].num_loaded_tokens == (56, 0, 0)
+    engine.copies.fails = lambda: True
+    forget(engine, prompt)
+    engine.ask("failed", prompt)
+    engine.copies.fails = lambda: False
+    clock.now += kv_copies_in_flight._RETRY_SECONDS
+    forget(engine, prompt)
+    engine.ask("found without a store", prompt)
+    assert engine.outputs["found without a store"][-1].num_loaded_tokens == (56, 0, 0)
+
+
+def test_a_store_that_not_all_ranks_can_reach_is_not_used(clock: Clock) -> None:
+    config = small()
+    parallel = replace(config.parallel, tensor_parallel_size=2, nodes=2)
+    engine = EngineWithStore(replace(config, parallel=parallel), clock)
+    assert not engine.transfers.is_open
+    engine.ask("computed", text(40))
+    assert not engine.received(LookUpKV)
+    assert not engine.received(OfferKV)
 
 
 def test_a_load_that_is_late_ends_with_what_has_come(clock: Clock) -> None:
@@ -643,6 +681,26 @@ def test_a_state_is_there_when_it_is_granted(clock: Clock) -> None:
     hashes: list[bytes] = []
     kv_cache_manager.extend_hashes(hashes, text(37), 4)
     assert all(KVEntry(hashes[8], kind) in engine.store.entries for kind in states)
+
+
+@pytest.mark.parametrize("windows", [(None, "state"), (None, -9)], ids=str)
+def test_a_request_that_starts_has_its_pages(clock: Clock, windows: Windows) -> None:
+    """Though states that it finds in the prefix cache, and does not need, are offered to another store."""
+    engine = EngineWithStore(engine_config(windows=windows, num_blocks=360, max_num_batched_tokens=32), clock)
+    engine.ask("a", prompt := text(33), 1)
+    engine.store.restart("second")
+    engine.replies.append(KVStoreOpened("second", 4096 * SIZE))
+    engine.rest()
+    assert engine.transfers.is_open
+    scheduler, kv = engine.scheduler, engine.scheduler.kv
+    engine.add("b", prompt + text(25, 1), max_tokens=1)
+    (request,) = scheduler.requests.values()
+    prefix = kv.match(scheduler.blocks.reusable_hashes(request))
+    num_free = kv.max_pages_needed(58, 32, prefix) + len(kv.pages(kv.without_freed(prefix)))
+    kv.allocate(kv.num_free - num_free)
+    assert scheduler.schedule() is not None
+    assert request.num_computed_tokens > 32
+    assert engine.transfers.is_storing
 
 
 def test_a_reset_keeps_nothing_of_what_is_under_way(clock: Clock) -> None:
