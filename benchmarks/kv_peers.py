@@ -65,7 +65,7 @@ def measure(token: str) -> None:
         for core in cores:
             core.parents |= parents(links)
             core.check = lambda entry, offset: None  # type: ignore[method-assign]
-            core.wait_for_stats(lambda stats: stats.peers_up == 1)
+            core.wait_for_stats(lambda stats: len(stats.peers_up) == 1)
         fill(owner, links)
         began = time.perf_counter()
         assert all(reader.tiers(links)[0])

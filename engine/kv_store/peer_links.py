@@ -52,6 +52,7 @@ class PeerLinks:
         self._security = Security(self._context, token)
         self._encode = msgspec.msgpack.Encoder().encode
         self._peers: dict[str, zmq.Socket[bytes]] = {}
+        self._used: tuple[str, ...] = ()
         self._server: zmq.Socket[bytes] | None = None
 
     def listen(self, url: str) -> bool:
@@ -76,18 +77,23 @@ class PeerLinks:
         return socket
 
     def use(self, addresses: Sequence[str]) -> None:
-        """Connect to these peers (`HOST:PORT`)."""
-        names = {each: each.rpartition(":")[0] for each in addresses if ip_of(each) is None}
-        for address in addresses:
+        """Connect to these peers (`HOST:PORT`), and to no others."""
+        known, self._used = self._used, tuple(addresses)
+        for address in self._peers.keys() - {*addresses}:
+            self._disconnect(address)
+        new = [each for each in addresses if each not in known]
+        names = {each: each.rpartition(":")[0] for each in new if ip_of(each) is None}
+        for address in new:
             if address not in names:
                 self._connect(address, address)
         if names:
             threading.Thread(target=self._resolve, args=(names,), daemon=True, name="kv-peer-names").start()
 
     def _resolve(self, names: dict[str, str]) -> None:
-        """In a thread: connect to peers with these names, and again when a name has another address."""
+        """In a thread: connect to peers with these names, and again when a name has another address, while they are
+        used."""
         known = dict[str, str]()
-        while True:
+        while names := {address: name for address, name in names.items() if address in self._used}:
             for address, name in names.items():
                 try:
                     found = resolve_address(name)
@@ -104,10 +110,10 @@ class PeerLinks:
                 return
 
     def _connect(self, address: str, to: str) -> None:
-        """Connect to a peer, which is at an IP address, instead of what it was connected to."""
-        if (old := self._peers.pop(address, None)) is not None:
-            self._poller.unregister(old)
-            old.close()
+        """Connect to a peer that is used, which is at an IP address, instead of what it was connected to."""
+        self._disconnect(address)
+        if address not in self._used:
+            return
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a peer that is not there
         try:
@@ -117,6 +123,11 @@ class PeerLinks:
             return logger.warning("the KV store at %s cannot be reached: %s", address, str(error).lower())
         self._peers[address] = socket
         self._poller.register(socket, zmq.POLLIN)
+
+    def _disconnect(self, address: str) -> None:
+        if (socket := self._peers.pop(address, None)) is not None:
+            self._poller.unregister(socket)
+            socket.close()
 
     def ask(self, address: str, message: ToPeer) -> None:
         """Send a message to a peer, or drop it if it takes none."""
@@ -176,7 +187,7 @@ class Peers:
     ) -> None:
         """For `call` see `PeerLinks`. Raises `ConfigError` if the address is not this host's."""
         assert args.config.kv_store is not None
-        self._args, self._store, self._config = args, store, args.config.kv_store
+        self._args, self._store, self._config, self._addresses = args, store, args.config.kv_store, args.peers
         self._links = PeerLinks(poller, args.config.parallel.cluster_token, call)
         self._next_listen = 0.0 if args.peer_address else math.inf
         """When to try to listen, again."""
@@ -210,9 +221,8 @@ class Peers:
     def begin(self, signature: bytes, sizes: Sequence[int]) -> None:
         """Read from others, and let them read, now that it is known what entries depend on."""
         links, store, address = self._links, self._store, self._args.peer_address
-        peers = [each for each in dict.fromkeys(self._args.peers) if each != address]
-        self._tier = tier = PeerTier(signature, sizes, links.ask, peers)
-        links.use(peers)
+        self._tier = tier = PeerTier(signature, sizes, links.ask)
+        self.use(self._addresses)
         store.use_peers(tier, -(-self._config.min_tokens // self._args.config.cache.block_size))
         self._server = PeerServer(
             signature,
@@ -226,6 +236,13 @@ class Peers:
             links.answer,
             self._config.peer_bandwidth,
         )
+
+    def use(self, addresses: Sequence[str]) -> None:
+        """Read from the stores at these addresses, and from no others."""
+        self._addresses = tuple(each for each in dict.fromkeys(addresses) if each != self._args.peer_address)
+        if self._tier is not None:
+            self._tier.use(self._addresses)
+            self._links.use(self._addresses)
 
     def seconds_left(self) -> float:
         """Seconds until `run` has something to do without messages."""

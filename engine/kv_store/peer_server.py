@@ -149,7 +149,7 @@ class PeerServer:
         """Take a message of a reader, whose connection has that name. One that makes no sense is dropped."""
         try:
             message = _decode(join(frames))
-        except (msgspec.DecodeError, UnicodeDecodeError) as reason:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as reason:
             return self._rubbish.add(reason)
         tell = partial(self._tell, name)
         error = "" if message.signature == self._signature else "it has another model, version or cache type"

@@ -1,7 +1,7 @@
 """The stores of other hosts, as a tier below memory and disk: what they have, and fetching it.
 
 All of it runs in the thread of the store, and nothing blocks: `receive` takes what has arrived, `tick` ends what is
-late. The peers are those that the server was started with: nothing that arrives adds one. A peer is asked only while
+late. The peers are those that the server names: nothing that arrives from one adds another. A peer is asked only while
 it answers: one that is late or wrong with anything has nothing for some time, and until it is heard of again.
 Bytes are written where the caller says, in the order in which they come, and no more once `done` has been called, so
 that a late piece never damages what has the place by then.
@@ -49,6 +49,10 @@ _SILENCE_SECONDS = 3.0
 """Time after which a peer that has not been heard of is down."""
 _MAX_DOUBLINGS = 4
 """A peer that is late or wrong again and again has nothing for 1, 2, … 16 seconds each time."""
+_ASK_SECONDS = (0.05, 0.4)
+"""Intervals of questions about what a peer will have: while more comes each time, and when nothing has come."""
+_MAX_EXPECTED = 512
+"""Links of such a question."""
 _MAX_PLACES = 1 << 17
 """Entries of which it is remembered which peer has them."""
 
@@ -121,10 +125,23 @@ class _Fetch:
     unanswered: set[int]
 
 
+@dataclass(eq=False)
+class _Expectation:
+    """Entries that the cores of a peer store one after another, of which it is asked again and again."""
+
+    peer: str
+    links: Callable[[], list[bytes] | None]
+    take: Callable[[], bool]
+    interval: float = _ASK_SECONDS[0]
+    ask_at: float = -math.inf
+    """When to ask; infinite while there is a question."""
+
+
 class PeerStats(NamedTuple):
     """Of the tier."""
 
-    up: int
+    up: list[str]
+    """Addresses of the peers that answer, as they call themselves."""
     known: int
     failed: int
     """How often peers were late, or answered with something else."""
@@ -141,17 +158,17 @@ class PeerTier:
         signature: bytes,
         sizes: Sequence[int],
         send: Callable[[str, ToPeer], None],
-        addresses: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`send` sends a message to one of the peers, which are at `addresses`, or drops it. `sizes` are those of
-        entries, by kind."""
+        """`send` sends a message to one of the peers, or drops it. `sizes` are those of entries, by kind."""
         self._signature, self._sizes, self._send, self._clock = signature, sizes, send, clock
         self.store = secrets.token_bytes(8)
         """By which this store knows itself, if its own address is one of `addresses`."""
-        self._peers = {each: _KVPeer(each) for each in addresses}
+        self._peers: dict[str, _KVPeer] = {}
+        """By the addresses that are used."""
         self._questions: dict[int, _Question] = {}
         """By call."""
+        self._expectations: list[_Expectation] = []
         self._fetches: dict[int, _Fetch] = {}
         self._places: OrderedDict[KVEntry, str] = OrderedDict()
         """Where entries are that peers have said to have, those of the oldest answers first."""
@@ -166,7 +183,17 @@ class PeerTier:
 
     def stats(self) -> PeerStats:
         others = [peer for peer in self._peers.values() if not peer.is_self]
-        return PeerStats(sum(map(self._is_up, others)), len(others), self._failed)
+        up = [peer.own_address or peer.address for peer in filter(self._is_up, others)]
+        return PeerStats(up, len(others), self._failed)
+
+    def use(self, addresses: Sequence[str]) -> None:
+        """Read from the peers at these addresses from now on, and from no others."""
+        for peer in [peer for address, peer in self._peers.items() if address not in addresses]:
+            del self._peers[peer.address]
+            self._end_all(peer)
+        for address in addresses:
+            self._peers.setdefault(address, _KVPeer(address))
+        self._next_hello = -math.inf
 
     def _is_up(self, peer: _KVPeer) -> bool:
         now = self._clock()
@@ -175,18 +202,46 @@ class PeerTier:
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
-    def look_up(self, links: list[bytes], first: str, done: Answered) -> None:
-        """Ask all peers which entries of a chain they have; what several have is to be fetched from `first`, which has
-        computed the prompt just now: what its cores are writing counts as there."""
-        up = [peer for peer in self._peers.values() if self._is_up(peer)]
-        asked = dict.fromkeys(peer.address for peer in up)
-        first = next((peer.address for peer in up if first in (peer.address, peer.own_address)), "") if first else ""
-        question = _Question(links, done, self._clock() + ANSWER_SECONDS, first, asked)
+    def look_up(self, links: list[bytes], first: str, done: Answered, *, asks_others: bool = True) -> None:
+        """Ask all peers, or one, which entries of a chain they have; what several have is to be fetched from `first`,
+        which has computed the prompt just now: what its cores are writing counts as there."""
+        first = self._find(first)
+        others = [peer.address for peer in self._peers.values() if self._is_up(peer)] if asks_others else []
+        self._ask(dict.fromkeys(filter(None, (first, *others))), links, first, done, ANSWER_SECONDS)
+
+    def expect(self, peer: str, links: Callable[[], list[bytes] | None], take: Callable[[], bool]) -> None:
+        """Ask a peer again and again for entries that its cores will store: those of the chain that `links` returns,
+        until that is None. `take` is called when it has some, and returns whether it has fetched any."""
+        self._expectations.append(_Expectation(peer, links, take))
+
+    def _find(self, name: str) -> str:
+        """Return the address of a peer that answers, given this or what it calls its own; empty: there is none."""
+        up = (peer for peer in self._peers.values() if self._is_up(peer))
+        return next((each.address for each in up if name in (each.address, each.own_address)), "") if name else ""
+
+    def _ask(self, addresses: Iterable[str], links: list[bytes], first: str, done: Answered, seconds: float) -> None:
+        """Ask peers, which are to answer within so many seconds; of `first`, what is being written counts."""
+        question = _Question(links, done, self._clock() + seconds, first, dict.fromkeys(addresses))
         self._last_call += 1
         self._questions[self._last_call] = question
-        for address in [*asked]:
+        for address in addresses:
             self._send(address, AskPeer(self._signature, self._last_call, links, counts_granted=address == first))
         self._check_answered(self._last_call)
+
+    def _ask_again(self, expectation: _Expectation) -> None:
+        """Ask for what is expected, if anything is at present, and the peer answers."""
+        if (links := expectation.links()) is None:
+            return self._expectations.remove(expectation)
+
+        def answered(has: list[bytes]) -> None:
+            least, most = _ASK_SECONDS
+            has_more = any(map(any, has)) and expectation.take()
+            expectation.interval = least if has_more else min(most, 2 * expectation.interval)
+            expectation.ask_at = self._clock() + expectation.interval
+
+        expectation.ask_at = math.inf
+        address = self._find(expectation.peer)
+        self._ask([address] if address and links else [], links[:_MAX_EXPECTED], "", answered, PIECE_SECONDS)
 
     def __contains__(self, entry: KVEntry) -> bool:
         """Whether a peer that answers has said that it has an entry."""
@@ -314,7 +369,7 @@ class PeerTier:
             return
         try:
             message, content = _decode(frames[0]), frames[1:]
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self._failed += 1
             return
         peer.heard_at = self._clock()
@@ -371,6 +426,7 @@ class PeerTier:
         """Seconds until `tick` has something to do."""
         times = [self._next_hello] if self._peers else []
         times += [question.deadline for question in self._questions.values()]
+        times += [expectation.ask_at for expectation in self._expectations]
         times += [min(peer.deadline, peer.end_at) for peer in self._peers.values() if peer.num_fetching]
         return max(0.0, min(times, default=math.inf) - self._clock())
 
@@ -379,26 +435,35 @@ class PeerTier:
         now = self._clock()
         if now >= self._next_hello:
             self._next_hello = now + HELLO_SECONDS
-            for address in self._peers:
+            for address, peer in self._peers.items():
                 self._send(address, HelloPeer(self._signature))
+                if not peer.error and not peer.is_self and now - peer.heard_at > _SILENCE_SECONDS:
+                    peer.error = f"it has not been heard of for {_SILENCE_SECONDS:g} seconds"
+                    logger.warning("the KV store at %s is not in use: %s", address, peer.error)
         late = {address for each in self._questions.values() if each.deadline <= now for address in each.asked}
         fetching = [each for each in self._peers.values() if each.num_fetching]
         late |= {each.address for each in fetching if min(each.deadline, each.end_at) <= now}
         for peer in [peer for address, peer in self._peers.items() if address in late]:
             self._fail(peer, "does not answer in time")
+        for expectation in [each for each in self._expectations if each.ask_at <= now]:
+            self._ask_again(expectation)
 
     def _fail(self, peer: _KVPeer, what: str) -> None:
-        """End all that waits for a peer, which has nothing for some time, and until it is heard of again."""
+        """Let a peer have nothing for some time, and until it is heard of again."""
         logger.warning("the KV store at %s %s; what it has is computed", peer.address, what)
         self._failed += 1
         peer.late_at = self._clock()
         peer.retry_at = peer.late_at + 2.0 ** min(peer.num_failed, _MAX_DOUBLINGS)
         peer.num_failed += 1
+        self._end_all(peer)
+
+    def _end_all(self, peer: _KVPeer) -> None:
+        """End all that waits for a peer, which has nothing any more."""
         waiting, peer.waiting = peer.waiting, deque()
         for fetch in waiting:
             fetch.done(fetch.sums)
         for call_id, fetch in [*self._fetches.items()]:
-            if fetch.peer is peer:
+            if fetch.peer is peer and call_id in self._fetches:  # the end of another one may have ended it
                 self._end(call_id)
         for call_id, question in [*self._questions.items()]:
             if peer.address in question.asked:

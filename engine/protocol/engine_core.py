@@ -61,12 +61,12 @@ class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
     """What the request calls the adapter, for KV events."""
     hands_over: bool = False
     """Leave the replica after the first token (`EngineCoreOutput.is_handed_over`), unless that is the last one anyway:
-    another replica continues, and loads the KV from the KV store of the host."""
+    another replica continues, and loads the KV from the KV store of its host, or of this one."""
     is_expected: bool = False
-    """Do not run it yet: another replica computes its prompt. Load what the KV store gets of it, until the request
-    comes again with the first token, or is aborted."""
+    """Do not run it yet: another replica computes its prompt. Load what the KV store gets of it (that of the host, or
+    `kv_peer`), until the request comes again with the first token, or is aborted."""
     kv_peer: str = ""
-    """Address of the KV store that has its prefix (`LookUpKV.peer`)."""
+    """Address of the KV store of another host that has its prefix, or will have it (`LookUpKV.peer`)."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True):

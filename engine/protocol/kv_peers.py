@@ -11,7 +11,7 @@
 
 Each store is both. Entries are those of `quire.engine.protocol.kv_store`. Their bytes depend on the *signature* beside
 their links (`quire.engine.kv_store.disk.signature_of`), which each question has: a store with another one has nothing.
-Nobody asks a store on behalf of a third one, nor tells of one: each reads from those that it was started with.
+Nobody asks a store on behalf of a third one, nor tells of one: each reads from those that its server names.
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ class LoadKV(msgspec.Struct, tag=True, array_like=True):
     """For each entry, the link before its own, empty for the first of a chain. Empty list: they are not known."""
     waits: bool = False
     """Entries that the store does not have do not fail: they are loaded when some core has stored them."""
+    peer: str = ""
+    """Address of the store of another host whose cores store them; empty: those of this host do."""
 
 
 class SettleKV(msgspec.Struct, tag=True, array_like=True):
@@ -165,6 +167,8 @@ class KVStoreOpened(msgspec.Struct, tag=True, array_like=True):
     path: str
     size: int
     """Bytes."""
+    address: str = ""
+    """Where ranks on other hosts read and write it (`quire.engine.protocol.kv_ranks`): `HOST:PORT`; empty: nowhere."""
 
 
 class FoundKV(msgspec.Struct, tag=True, array_like=True):
@@ -245,10 +249,12 @@ class KVStoreStats(msgspec.Struct, tag=True, array_like=True):
     """To the stores of other hosts."""
     peers: int = 0
     """Stores of other hosts that this one reads from."""
-    peers_up: int = 0
-    """Those of them that answer."""
+    peers_up: list[str] = []
+    """Addresses (`LookUpKV.peer`) of those of them that answer."""
     failed_peers: int = 0
     """Questions to them that were answered late or wrong."""
+    copied_rank_bytes: int = 0
+    """Written and read by ranks on other hosts."""
 
 
 FromStore = KVStoreOpened | FoundKV | LoadedKV | GrantedKV | KVCleared | KVTiersChanged | KVStoreStats
@@ -269,6 +275,16 @@ class KVCopy(msgspec.Struct, array_like=True):
     """The blocks of the device: one in each group of the kind, in the order of the groups."""
 
 
+class RemoteArena(msgspec.Struct, array_like=True, frozen=True):
+    """How ranks on other hosts than the store reach its arena."""
+
+    address: str
+    """As in `KVStoreOpened`."""
+    replica: int
+    incarnation: int
+    """Of the core whose ranks they are."""
+
+
 class KVCopyPlan(msgspec.Struct, array_like=True):
     """Copies that ranks begin beside the steps, also in steps that are skipped after a failure. They answer each with
     `KVCopied`. Until all ranks have answered, no later plan writes the blocks of `stores` and `step_stores`, nor reads
@@ -284,10 +300,12 @@ class KVCopyPlan(msgspec.Struct, array_like=True):
     """The same, of what this step computes. If the step fails, the content is arbitrary."""
     loads: list[KVCopy] = []
     """From the arena to the device."""
+    remote: RemoteArena | None = None
+    """For ranks on other hosts; None: there are none."""
 
 
 class KVCopied(msgspec.Struct, tag=True, array_like=True):
-    """A rank's copies have ended."""
+    """A rank's copies have ended; without numbers, parts of some: the rank gets on."""
 
     rank: int
     numbers: list[int]

@@ -62,6 +62,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Prompt tokens whose KV should have been loaded, and was computed, as the load failed or was late."""
     kv_stored_blocks: int = 0
     """Blocks copied to the store."""
+    kv_failed_copies: int = 0
+    """Entries that a rank could not copy to the store or from there, for each such rank."""
     iteration_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ITERATION_TOKENS) + 2))
     """Histogram of the tokens of a step, without rejected drafts: the number of steps in each bucket, the last one
     unbounded; then the sum."""

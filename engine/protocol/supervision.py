@@ -123,11 +123,13 @@ class ReplicaUp(msgspec.Struct, tag=True, array_like=True):
     max_model_len: int = 0
     """The longest request that its KV cache is enough for, unless the user has set the length; 0: not known."""
     tensor_parallel_size: int = 0
-    """Ranks of each of its stages; 0: not known."""
+    """Ranks that share each of its layers; 0: not known."""
     stages: list[tuple[int, int]] = []
     """First and last layer of each of its stages."""
     kv_peer: str = ""
     """Where other stores read from the KV store of its host (`HOST:PORT`); empty: nowhere."""
+    prefill_context_parallel_size: int = 1
+    """So many times the ranks that share layers are in each stage."""
 
 
 class ReplicaLost(msgspec.Struct, tag=True, array_like=True):
@@ -182,6 +184,12 @@ class Drain(msgspec.Struct, tag=True, array_like=True):
     """Whether another server accepts new connections. Requests of present connections are not rejected then."""
 
 
+class UseKVPeers(msgspec.Struct, tag=True, array_like=True):
+    """The KV store of this host reads from those at these addresses (`HOST:PORT`), and from no others."""
+
+    addresses: tuple[str, ...]
+
+
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """Exit now; running requests are aborted."""
 
@@ -221,4 +229,6 @@ class AdapterReply(msgspec.Struct, tag=True, array_like=True):
 
 
 EngineState = ReplicaStarting | ReplicaUp | ReplicaLost | ReplicaDraining | ReplicaRemoved | ReplicaRoles | EngineFailed
-ToProcess = EngineState | Drain | Shutdown | ResizeReply | SetLogLevel | Reload | AdapterChanged | AdapterReply
+ToProcess = (
+    EngineState | Drain | UseKVPeers | Shutdown | ResizeReply | SetLogLevel | Reload | AdapterChanged | AdapterReply
+)

@@ -39,6 +39,7 @@ from quire.engine.protocol.supervision import (
     SetLogLevel,
     Shutdown,
     ToProcess,
+    UseKVPeers,
 )
 from quire.server.cli.parent import ApiProcessArgs
 from quire.server.client import history
@@ -225,6 +226,8 @@ class ApiProcess:
                     unused.add_done_callback(lambda _: self._connection.send(AdapterSeen(version)))
             case AdapterReply(number, has_changed):
                 self._adapter_calls.pop(number).set_result(has_changed)
+            case UseKVPeers():
+                pass  # for KV stores
             case state:
                 self._frontend.update(state)
 

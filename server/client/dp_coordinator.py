@@ -52,6 +52,8 @@ class ReplicaListener(Protocol):
 
     def log_level_changed(self, level: LogLevel) -> None: ...
 
+    def kv_peers_changed(self) -> None: ...
+
     def fail(self, reason: str, *, user_error: bool = False) -> None: ...
 
 
@@ -78,6 +80,15 @@ class JoinReply(msgspec.Struct, tag=True):
     """Where the KV stores of the hosts are read."""
 
 
+class KVPeersChanged(msgspec.Struct, tag=True):
+    """Sent by the leader when a host has joined after the start, or has left for good: where the KV stores of all hosts
+    are read."""
+
+    number: int
+    """Later messages have higher ones; each replica of a host gets them on its own connection."""
+    addresses: tuple[str, ...]
+
+
 class StopGroup(msgspec.Struct, tag=True):
     """Sent by the leader to the hosts of replicas that share experts: one has died; stop the others, and wait for the
     next `JoinReply`."""
@@ -97,7 +108,7 @@ class ShutdownRequested(msgspec.Struct, tag=True, array_like=True):
 
 
 _decode = msgspec.msgpack.Decoder(ReplicaDied | ReplicaUp | ShutdownRequested).decode
-_decode_reply = msgspec.msgpack.Decoder(JoinReply | StopGroup).decode
+_decode_reply = msgspec.msgpack.Decoder(JoinReply | KVPeersChanged | StopGroup).decode
 
 
 def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone", "leader", "follower"]:
@@ -154,8 +165,14 @@ class DPCoordinator:
         self.kv_peer = ""
         """Where the KV stores of others read from that of this host (`HOST:PORT`); empty: there are no others."""
         self.kv_peers: tuple[str, ...] = ()
-        """Those of all hosts that had joined then."""
+        """Those of all hosts; `ReplicaListener.kv_peers_changed` tells when they change."""
+        self._peers_number = 0
+        """Of the newest `KVPeersChanged`."""
+        self._address = ""
+        """That of this host; empty if there are no others."""
         self._ports: list[socket.socket] = []
+        self._added: dict[int, str] = {}
+        """The addresses of replicas that were added on this host."""
         self._lock = threading.Lock()
         self._listener: ReplicaListener | None = None
         self._notices: list[Callable[[ReplicaListener], None]] = []
@@ -165,21 +182,13 @@ class DPCoordinator:
         """Reserve ports at `address`, which belongs to this host: `num_responses`, and the ports of its replicas;
         raises `ConfigError`.
         """
-        parallel = config.parallel
+        parallel, self._address = config.parallel, address
         self._flags = ("--data-parallel-address", "--data-parallel-rpc-port")
         if parallel.nnodes > 1:
             self._flags = ("--master-addr", "--master-port")
         local, store = parallel.local_replicas, config.kv_store
         has_store = store is not None
-        try:
-            self._ports = reserve_ports(address, num_responses + len(local) * (1 + (parallel.nodes > 1)) + has_store)
-        except OSError as error:
-            raise ConfigError(
-                f"no port can be had at {address}: {(error.strerror or str(error)).lower()}; {self._flags[0]} "
-                "is the address of the host with the API or with replica 0, and QUIRE_HOST_IP, where set, this host's "
-                "own"
-            ) from None
-        numbers = [socket_port(port) for port in self._ports]
+        numbers = self._reserve(num_responses + len(local) * (1 + (parallel.nodes > 1)) + has_store)
         if store is not None:
             own = numbers.pop()
             self.kv_peer = tcp_url(address, store.peer_port or own).removeprefix("tcp://")
@@ -191,6 +200,25 @@ class DPCoordinator:
             for replica, number in zip(local, numbers[num_responses + len(local) :], strict=False)
         }
         self.init_method = tcp_url(*parallel.coordinator)
+
+    def _reserve(self, count: int) -> list[int]:
+        """Reserve ports of this host; returns their numbers."""
+        try:
+            self._ports += (reserved := reserve_ports(self._address, count))
+        except OSError as error:
+            raise ConfigError(
+                f"no port can be had at {self._address}: {(error.strerror or str(error)).lower()}; {self._flags[0]} "
+                "is the address of the host with the API or with replica 0, and QUIRE_HOST_IP, where set, this host's "
+                "own"
+            ) from None
+        return [socket_port(port) for port in reserved]
+
+    def added_address(self, replica: int) -> str:
+        """Return where a replica that is added on this host receives requests: by these addresses, the API knows which
+        replicas are on one host. Empty if there are no other hosts. Raises `ConfigError`."""
+        if self._address and replica not in self._added:
+            self._added[replica] = tcp_url(self._address, *self._reserve(1))
+        return self._added.get(replica, "")
 
     def watch(self, listener: ReplicaListener) -> None:
         """Report the states of replicas to `listener`, including states from before this call."""
@@ -272,6 +300,8 @@ class DPLeader(DPCoordinator):
         self._compares, self._others = compares_weights(config), tuple(others)
         self._is_started = False
         """Whether the hosts that this API waits for have joined."""
+        self._peers_of: dict[int, str] = {}
+        """Where the KV store of each other replica's host is read, also of one that was lost: it may return."""
         try:
             self._leader = Leader(
                 self._hello,
@@ -300,11 +330,26 @@ class DPLeader(DPCoordinator):
             self.close(str(error), user_error=True)
             raise
         self.requests |= {number: _request_of(hello).requests for number, hello in hellos.items()}
-        found = (self.kv_peer, *(_request_of(hello).kv_peer for hello in hellos.values()))
-        self.kv_peers = tuple(dict.fromkeys(filter(None, found)))
+        self._change_kv_peers(hellos.values())
         self._is_started = True
         self.start_group(self.requests)
         compare_weights(config, [self._leader])
+
+    def _change_kv_peers(self, joined: Iterable[Hello], left: int | None = None) -> None:
+        """Note where the KV stores of hosts are read, some of which have joined, or that a replica has left for good;
+        tell all hosts, once this one has started."""
+        with self._lock:
+            self._peers_of |= (added := {hello.number: _request_of(hello).kv_peer for hello in joined})
+            self._peers_of = {number: peer for number, peer in self._peers_of.items() if number != left}
+            known, found = self.kv_peers, (self.kv_peer, *self._peers_of.values())
+            self.kv_peers = tuple(dict.fromkeys(filter(None, found)))
+            has_changed = self.kv_peers != known
+            self._peers_number += 1
+            message = KVPeersChanged(self._peers_number, self.kv_peers)
+        if self._is_started and has_changed:
+            self._notify(lambda listener: listener.kv_peers_changed())
+        if self._is_started and (has_changed or added):  # one that has joined has been told those of the start
+            self._leader.send(None, msgspec.msgpack.encode(message))
 
     def start_group(self, requests: dict[int, str]) -> None:
         self._leader.start(msgspec.msgpack.encode(JoinReply(requests, self.responses, self.kv_peers)))
@@ -342,6 +387,7 @@ class DPLeader(DPCoordinator):
             self._leader.reject(hello.number, str(error))
 
     def dismiss(self, replica: int, reason: str = "") -> None:
+        self._change_kv_peers([], left=replica)  # before another host can join in its place
         self._leader.dismiss(replica, reason)
 
     @property
@@ -380,6 +426,7 @@ class DPLeader(DPCoordinator):
             self.masters[hello.number] = request.master
         if self._is_started or hello.number not in self._others:  # in a thread: it takes seconds
             threading.Thread(target=self._check_joined, args=(hello,), daemon=True, name="dp-check").start()
+        self._change_kv_peers([hello])
         if self._are_headless:
             self._notify(lambda listener: listener.replica_joined(hello.number, request.requests))
 
@@ -463,16 +510,25 @@ class DPMember(DPCoordinator):
         self.kv_peers = reply.kv_peers
         first = next(iter(self._followers.values()))
         compare_weights(config, self._followers.values())
-        if self.restarts_group:
-            threading.Thread(target=self._follow, args=(first,), daemon=True, name="dp-member").start()
+        for follower in (first,) if self.restarts_group else self._followers.values() if is_headless else ():
+            threading.Thread(target=self._follow, args=(follower,), daemon=True, name="dp-member").start()
 
     def _follow(self, follower: Follower) -> None:
-        """Report when the leader stops and starts the replicas; it tells each of them the same."""
+        """Report when the leader stops and starts replicas that share experts, and when the stores of other hosts are
+        read elsewhere; it tells each of this host's replicas the same."""
         with contextlib.suppress(LinkEnded):
             while True:
                 match _decode_reply(follower.receive(None)):
                     case JoinReply(requests):
                         self._notify(partial(_start_group, requests))
+                    case KVPeersChanged(number, addresses):
+                        with self._lock:
+                            is_newer = number > self._peers_number
+                            has_changed = is_newer and addresses != self.kv_peers
+                            if is_newer:
+                                self._peers_number, self.kv_peers = number, addresses
+                        if has_changed:
+                            self._notify(lambda listener: listener.kv_peers_changed())
                     case StopGroup():
                         self._notify(lambda listener: listener.group_stops())
 

@@ -58,7 +58,7 @@ from quire.server.client.kv_view import KVViews
 from quire.server.client.media_content import with_content
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import DEADLINE, EngineUnavailable, OutputStream
-from quire.server.client.replica import Replica, ReplicaInfo
+from quire.server.client.replica import Replica, ReplicaInfo, problem_of
 from quire.server.client.replica_calls import ReplicaCalls
 from quire.server.client.router import ReplicaPlace, Router
 from quire.server.client.running_request import PromptRequests, RunningRequest
@@ -135,7 +135,7 @@ class EngineClient:
         self._max_num_seqs, self._admission = max_num_seqs, Admission(max_num_seqs, max_queue)
         self._metrics = metrics
         self._running: dict[str, RunningRequest] = {}
-        self._handovers = HandOvers(self._running, metrics, self._send)
+        self._handovers = HandOvers(self._running, metrics, self._send, self._peer_between)
         self._suspects = Suspects(max_num_seqs)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
@@ -162,7 +162,7 @@ class EngineClient:
         self._roles: Mapping[int, ReplicaRole] = roles or {}
         """As in `ReplicaRoles`; it may name replicas that this process does not know yet."""
         self._pinned_adapters: list[bytes] = []
-        self.calls = ReplicaCalls(index, self._replicas, self._subject)
+        self.calls = ReplicaCalls(index, self._replicas, self._subject, self._check_up)
         for number, address in endpoints.requests.items():
             self._add(number, address)
         self._awaited = set(endpoints.requests if awaited is None else awaited)
@@ -186,12 +186,13 @@ class EngineClient:
         if self._is_loading:
             raise EngineUnavailable("the model is still loading", "loading")
 
-    def _check_up(self) -> None:
-        """Raise `EngineUnavailable` if requests would wait for a replica."""
+    def _check_up(self) -> list[int]:
+        """Return the replicas that get requests; raises `EngineUnavailable` if requests would wait for one."""
         self.check()
-        if not self._live_replicas():
+        if not (live := self._live_replicas()):
             reasons = {replica.reason for replica in self._replicas.values() if replica.reason}
             raise EngineUnavailable(": ".join(["the engine is restarting", *sorted(reasons)[:1]]))
+        return live
 
     @property
     def num_open(self) -> int:
@@ -211,8 +212,7 @@ class EngineClient:
 
         All live replicas are probed. One that does not answer gets no new requests while there are others.
         """
-        self._check_up()
-        asked = [self._start_task(self.calls.probe(self._replicas[number])) for number in self._live_replicas()]
+        asked = [self._start_task(self.calls.probe(self._replicas[number])) for number in self._check_up()]
         waiting: set[asyncio.Future[Any]] = {self._failed, *asked}
         while len(waiting) > 1 and not self._failed.done():
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -322,56 +322,11 @@ class EngineClient:
         for replica, ids in others.items():
             self._send(AbortRequests(ids), replica)
 
-    async def prepare_adapter(self, adapter: AdapterRef, pins: bool) -> str:
-        """Let all replicas read an adapter that get requests, and pin it if `pins`; returns why it cannot be used.
-        Others will read it when they need it. Raises `EngineUnavailable`, also if a replica has no memory for it, or
-        cannot read its files.
-        """
-        self._check_up()
-        live = [self._replicas[number] for number in self._live_replicas()]
-        answers = await asyncio.gather(*(self.calls.prepare_adapter(each, adapter, pins=pins) for each in live))
-        failed = min((each for each in answers if each.error), key=lambda each: not each.is_invalid, default=None)
-        if failed is not None and not failed.is_invalid:
-            raise EngineUnavailable(failed.error)
-        return "" if failed is None else failed.error
-
     def pin_adapters(self, digests: list[bytes]) -> None:
         """Let all replicas keep these adapters in memory once they have read them, and no others."""
         self._pinned_adapters = digests
         for replica in self._replicas.values():
             replica.send(PinAdapters(self.index, digests))
-
-    async def kv_events(self, replica: int | None = None, *, has_blocks: bool = False) -> list[KVEventsState]:
-        """Return where replicas publish their KV events, and with `has_blocks`, the blocks that they have: of this
-        replica, or of all that are up and answer. Raises `InvalidParameter` if there is no such replica, and
-        `EngineUnavailable`.
-        """
-        self._check_up()
-        if replica is not None and replica not in self._replicas:
-            ranks = ", ".join(map(str, sorted(self._replicas)))
-            text = f"data_parallel_rank: there is no replica {replica}; choose one of: {ranks}"
-            raise InvalidParameter(text, "data_parallel_rank")
-        asked = [each for each in self._replicas.values() if each.state == "up" and replica in (None, each.number)]
-        found = await asyncio.gather(*(self.calls.kv_events(each, has_blocks=has_blocks) for each in asked))
-        states = [state for state in found if state is not None]
-        if replica is not None and not states:
-            raise EngineUnavailable(f"replica {replica} is {self._replicas[replica].state}, or does not answer")
-        return states
-
-    async def reset_prefix_cache(self, *, clears_stores: bool) -> str:
-        """Let all replicas forget their prefix caches, and then the KV stores of their hosts; returns the first error,
-        also if a host has no replica that is up. Raises `EngineUnavailable`.
-        """
-        self._check_up()
-        for clears_store in (False, True) if clears_stores else (False,):  # no replica stores what it has had any more
-            live = [each for each in self._replicas.values() if each.state in ("up", "draining")]
-            asked = (self.calls.reset_prefix_cache(each, clears_store=clears_store) for each in live)
-            if error := next(filter(None, await asyncio.gather(*asked)), ""):
-                return error
-        for lost in self._replicas.values() if clears_stores else ():
-            if all(each.host != lost.host for each in live):  # nobody could clear its store, which may be up
-                return f"{self._subject(lost.number)} is {lost.state}: the KV store of its host was not cleared"
-        return ""
 
     def _check_rank(self, rank: int) -> None:
         """Raise an error if the chosen replica is not up."""
@@ -418,8 +373,17 @@ class EngineClient:
         present = [self._replicas[number] for number in replicas]
         if all(replica.role == "any" for replica in present):
             return None
-        up = {host for host, (_, is_up) in self._metrics.stores().items() if is_up}
-        return {each.number: ReplicaPlace(each.role, each.host if each.host in up else "") for each in present}
+        up = {store: stats for store, (stats, is_up) in self._metrics.stores().items() if is_up}
+        readable = frozenset(each.kv_peer for each in present if each.kv_peer in up)
+        nowhere = ReplicaPlace()
+        stores = {store: ReplicaPlace(store=store, reads=readable & {*up[store].peers_up}) for store in up}
+        return {each.number: stores.get(each.store, nowhere)._replace(role=each.role) for each in present}
+
+    def _peer_between(self, first: int, second: int) -> str:
+        """Where the KV store of a replica is read by that of another one; empty: they have the same, or it is not
+        known."""
+        one, other = self._replicas[first], self._replicas[second]
+        return "" if one.store == other.store else one.kv_peer
 
     def _hand_over(self, running: RunningRequest, replica: int, now: float) -> None:
         """Let a request go on where it is expected, whose prompt this replica has computed. If that has died, or is
@@ -430,8 +394,7 @@ class EngineClient:
         if successor is None or successor not in self._live_replicas():
             self._resume(running)
         else:
-            self._handovers.take(running)
-            self._send_placed(running, running.resume_request, successor)
+            self._send_placed(running, self._handovers.take(running), successor)
         self._handovers.on_handed_over(running, replica, now)
 
     async def _send_with_content(self, running: RunningRequest, request: EngineCoreRequest, replica: int) -> None:
@@ -529,23 +492,7 @@ class EngineClient:
     @property
     def replicas(self) -> list[ReplicaInfo]:
         """The replicas that exist."""
-        found = []
-        for number, replica in sorted(self._replicas.items()):
-            stats = self._metrics.of(number)
-            info = ReplicaInfo(
-                index=number,
-                host=replica.host,
-                role=replica.role,
-                state="unresponsive" if replica.state == "up" and replica.is_unresponsive else replica.state,
-                num_requests_running=stats.running,
-                num_requests_waiting=stats.waiting,
-                reason=replica.reason,
-                last_death=self._metrics.last_death(number),
-                tensor_parallel_size=replica.tensor_parallel_size,
-                stages=replica.stages,
-            )
-            found.append(info)
-        return found
+        return [replica.info(self._metrics) for _, replica in sorted(self._replicas.items())]
 
     @property
     def _is_loading(self) -> bool:
@@ -559,20 +506,7 @@ class EngineClient:
         """Why new requests would not run at once: a state, and its reason. None: a replica is up and responds."""
         if self._failed.done():
             return "failed", str(self._failed.result())
-        replicas = self.replicas
-        up = [each for each in replicas if each.state == "up"]
-        if self._is_loading:
-            count = f": {len(up)} of {len(replicas)} replicas are up" * (len(replicas) > 1)
-            return "loading", f"the model is still loading{count}"
-        if up:
-            return None
-        for state in ("unresponsive", "restarting", "loading", "draining", "dead"):
-            if found := [each for each in replicas if each.state == state]:
-                reasons = (
-                    f"replica {each.index} is {state}" + f": {each.reason}" * bool(each.reason) for each in found
-                )
-                return state, "; ".join(reasons)
-        return "unavailable", "there are no replicas"
+        return problem_of(self.replicas, is_loading=self._is_loading)
 
     def update(self, state: EngineState) -> None:
         """Handle a change that the supervisor reports. Unknown replicas are ignored."""
@@ -704,7 +638,8 @@ class EngineClient:
             self._on_lost(replica, ReplicaLost(replica.number, "it was restarted", returns=True))
         replica.state, replica.incarnation = "up", up.incarnation
         replica.tensor_parallel_size, replica.stages, replica.kv_peer = up.tensor_parallel_size, up.stages, up.kv_peer
-        self._metrics.stage_ranks[replica.number] = up.tensor_parallel_size
+        replica.prefill_context_parallel_size = up.prefill_context_parallel_size
+        self._metrics.stage_ranks[replica.number] = up.tensor_parallel_size * up.prefill_context_parallel_size
         replica.is_silent = replica.has_failed_probe = False
         replica.reason, replica.heard_at = None, self.loop.time()
         self._forget_leaving(replica)
@@ -731,13 +666,13 @@ class EngineClient:
     def _follow(self, replica: Replica) -> None:
         """Ask a replica what it has cached, now and from now on."""
         if self._views is not None:
-            replica.send(self._views.follow(replica.number, replica.host))
+            replica.send(self._views.follow(replica.number, replica.store))
 
     def _follow_stores(self) -> None:
-        """Ask for what the stores of all hosts have, after the replica that was asked has gone."""
-        if self._views is not None and (hosts := self._views.silent_hosts()):
-            for host, replica in {each.host: each for each in self._replicas.values() if each.state == "up"}.items():
-                if host in hosts:
+        """Ask for what all stores have, after the replica that was asked has gone."""
+        if self._views is not None and (silent := self._views.silent_stores()):
+            for store, replica in {each.store: each for each in self._replicas.values() if each.state == "up"}.items():
+                if store in silent:
                     self._follow(replica)
 
     def _update_ready(self) -> None:
@@ -823,7 +758,7 @@ class EngineClient:
             return
         now, num_bytes = self.loop.time(), 0
         try:
-            while True:
+            while num_bytes <= _NEWS_BYTES:
                 frames = self._responses.recv_multipart(zmq.NOBLOCK)
                 try:
                     message = self._decoder.decode(join(frames))
@@ -836,14 +771,12 @@ class EngineClient:
                 if replica.incarnation != message.incarnation:
                     continue  # a late message of a replica that has died
                 if isinstance(message, KVStoreState):  # says nothing about the replica
-                    self._metrics.take_store(message.replica, replica.host, message.stats)
+                    self._metrics.take_store(message.replica, replica.host, message.stats, replica.store)
                     continue
                 if isinstance(message, KVEventsNews):  # of a thread of its own, too
                     if self._views is not None and (answer := self._views.take(message)) is not None:
                         replica.send(answer)
-                    if (num_bytes := num_bytes + len(message.batch)) > _NEWS_BYTES:
-                        self.loop.call_soon(self._receive)
-                        return
+                    num_bytes += len(message.batch)
                     continue
                 replica.is_silent, replica.heard_at = False, now
                 if isinstance(message, EngineCoreOutputs):
@@ -854,7 +787,9 @@ class EngineClient:
                     replica.has_failed_probe = False
                     if isinstance(message, PrefixCacheReset) and self._router is not None:
                         self._router.on_reset(message.replica)
+                    num_bytes += len(message.events) if isinstance(message, KVEventsState) else 0
                     self.calls.on_message(message)
+            self.loop.call_soon(self._receive)
         except zmq.Again:
             pass
         except Exception as error:  # a bug here must not leave requests waiting forever

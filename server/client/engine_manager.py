@@ -48,11 +48,12 @@ from quire.engine.protocol.supervision import (
     ReplicaUp,
     SetLogLevel,
     Shutdown,
+    UseKVPeers,
 )
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.helper_process import HelperProcess
 from quire.server.client.metrics import Metrics
-from quire.server.client.replica_roles import hosts_with_one_role, role_changes, wanted_roles
+from quire.server.client.replica_roles import host_of, hosts_with_one_role, role_changes, wanted_roles
 from quire.server.config.server_options import RestartPolicy
 
 RESTART_SECONDS = (0.1, 60.0)
@@ -128,6 +129,7 @@ class _Core(SupervisedProcess):
             tensor_parallel_size=parallel.tensor_parallel_size,
             stages=[(layers.start, layers.stop - 1) for layers in parallel.stages],
             kv_peer=self._manager.kv_peer,
+            prefill_context_parallel_size=parallel.prefill_context_parallel_size,
         )
         self._manager.on_up(up)
 
@@ -214,7 +216,7 @@ class EngineManager:
         }
         """As in `ReplicaRoles`."""
         self._with_one_role: dict[str, ReplicaRole] = {}
-        """Of which there was a warning (`hosts_with_one_role`)."""
+        """Of which the log has told (`hosts_with_one_role`)."""
         self._awaited = set(self.requests)
         """Replicas of the start that have not been up yet."""
         self._has_been_up: set[int] = set()
@@ -278,11 +280,16 @@ class EngineManager:
 
     def start_kv_store(self) -> Process:
         """Start the process of the KV store."""
-        store = self._config.kv_store
-        assert store is not None
-        peers = (*store.peers, *self._hosts.kv_peers)
-        own = self._endpoints.kv_store, self._folder.path, self.log_level
-        return start_kv_store(KVStoreArgs(self._config, *own, self.kv_peer, peers))
+        assert self._config.kv_store is not None
+        own, parallel = (self._endpoints.kv_store, self._folder.path, self.log_level), self._config.parallel
+        master, _ = self._hosts.masters.get(parallel.replica, parallel.master)
+        rank_host = master if parallel.nodes > 1 else ""
+        return start_kv_store(KVStoreArgs(self._config, *own, self.kv_peer, self._kv_peers, rank_host))
+
+    @property
+    def _kv_peers(self) -> tuple[str, ...]:
+        """From where the KV store of this host reads."""
+        return (*(() if (store := self._config.kv_store) is None else store.peers), *self._hosts.kv_peers)
 
     def set_log_level(self, level: LogLevel) -> None:
         """Show log messages of at least this level, in the engine cores and ranks of all hosts that this one leads, and
@@ -516,7 +523,7 @@ class EngineManager:
         self._cores = [core for core in self._cores if core.process is not None or not core.is_stopping]
         taken = self.requests.keys() | {core.replica for core in self._cores}  # also cores that are exiting
         unused = (number for number in range(MAX_REPLICAS) if number not in taken)
-        added: list[_Core] = []
+        added, addresses = list[_Core](), dict[int, str]()
         for number, role in zip(unused, new.added, strict=False):
             others = [*self._cores, *added]
             used = {device for core in others for device in self._devices(core)}
@@ -524,6 +531,7 @@ class EngineManager:
             ranks = [core.config.parallel.ranks_per_node for core in others]
             its_config = added_replica(config.of_role(role), number, used, ranks, num_loading)
             added.append(_Core(self, number, its_config))
+            addresses[number] = self._hosts.added_address(number) or request_address(self._folder.path, number)
         self._set_roles({**new.changed, **{core.replica: role for core, role in zip(added, new.added, strict=True)}})
         for replica in new.removed:
             logger.info("replica %d is to be removed, and drains for up to %g s", replica, drain_seconds)
@@ -534,7 +542,7 @@ class EngineManager:
                 core.restart_at = time.monotonic()
         for core in added:
             self._cores.append(core)
-            self._announce(core, request_address(self._folder.path, core.replica))
+            self._announce(core, addresses[core.replica])
             self.supervisor.add(core)
         self._check_hosts()
 
@@ -556,13 +564,19 @@ class EngineManager:
             self.on_state(ReplicaRoles(roles))
 
     def _check_hosts(self) -> None:
-        """Warn of hosts on which no request can change replicas."""
-        found = hosts_with_one_role(self.requests, self.roles)
+        """Tell of hosts whose requests change hosts, and warn of those whose requests cannot."""
+        up = {replica: state for replica, state in self.states.items() if isinstance(state, ReplicaUp)}
+        known = {host_of(self.requests[replica]): state.kv_peer for replica, state in up.items()}
+        one_role = hosts_with_one_role(self.requests, self.roles)
+        found = {host: role for host, role in one_role.items() if host in known}
         for host, role in found.items() - self._with_one_role.items():
+            if known[host]:
+                logger.info("all replicas of %s are for %s: their requests may change hosts", host, _ROLE_TEXTS[role])
+                continue
             only = "compute their prompts, too" if role == "decode" else "get requests only if there are no others"
             logger.warning(
-                "all replicas of %s are for %s, and requests change replicas on one host only: these replicas %s; give "
-                "each host replicas of both roles",
+                "all replicas of %s are for %s, and it has no KV store that other hosts read: these replicas %s; set "
+                "--kv-offloading-size there, or give each host replicas of both roles",
                 *(host, _ROLE_TEXTS[role], only),
             )
         self._with_one_role = found
@@ -693,6 +707,15 @@ class EngineManager:
         def handle() -> None:
             log.set_level(level)
             self.set_log_level(level)
+
+        self.supervisor.call(handle)
+
+    def kv_peers_changed(self) -> None:
+        """Report that the KV stores of other hosts are read elsewhere; from any thread."""
+
+        def handle() -> None:
+            if self._kv_store is not None:
+                self._kv_store.send(UseKVPeers(self._kv_peers))
 
         self.supervisor.call(handle)
 

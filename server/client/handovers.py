@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from quire.engine.protocol.engine_core import AbortRequests, EngineCoreOutput, ToCore
+from quire.engine.protocol.engine_core import AbortRequests, EngineCoreOutput, EngineCoreRequest, ToCore
 from quire.server.client.metrics import Metrics
 from quire.server.client.router import Router
 from quire.server.client.running_request import RunningRequest
@@ -16,10 +16,15 @@ class HandOvers:
     """Owns `RunningRequest.successor` and `handed_over_at`: tells replicas what they will continue, and counts it."""
 
     def __init__(
-        self, running: Mapping[str, RunningRequest], metrics: Metrics, send: Callable[[ToCore, int], None]
+        self,
+        running: Mapping[str, RunningRequest],
+        metrics: Metrics,
+        send: Callable[[ToCore, int], None],
+        peer_between: Callable[[int, int], str],
     ) -> None:
-        """`running` are the unfinished requests; `send` sends a message to a replica."""
-        self._running, self._metrics, self._send = running, metrics, send
+        """`running` are the unfinished requests; `send` sends a message to a replica. `peer_between` returns where the
+        KV store of a replica is read from the host of another one; empty: they have the same, or it is not known."""
+        self._running, self._metrics, self._send, self._peer_between = running, metrics, send, peer_between
         self.router: Router | None = None
         """None: there has been only one replica."""
 
@@ -33,7 +38,7 @@ class HandOvers:
         if running.placed is not None and successor not in (None, former):
             media = [msgspec.structs.replace(item, data=None) for item in running.placed.media]
             expected = msgspec.structs.replace(running.placed, hands_over=False, is_expected=True, media=media)
-            self._send(expected, successor)
+            self._send(self._with_peer(expected, running, successor), successor)
 
     def forget_successor(self, replica: int) -> None:
         """No request continues on a replica after its first token any more."""
@@ -43,11 +48,20 @@ class HandOvers:
                 if self.router is not None:
                     self.router.forget_successor(request_id)
 
-    def take(self, running: RunningRequest) -> None:
-        """Note that a request is being sent to its successor."""
+    def take(self, running: RunningRequest) -> EngineCoreRequest:
+        """Note that a request is being sent to its successor; returns the message."""
         assert self.router is not None
+        assert running.successor is not None
         self.router.hand_over(running.submit.request_id)
+        request = self._with_peer(running.resume_request, running, running.successor)
         running.successor, running.num_resumed = None, len(running.delivered)
+        return request
+
+    def _with_peer(self, request: EngineCoreRequest, running: RunningRequest, successor: int) -> EngineCoreRequest:
+        """Return the message to the successor of a request whose prompt the present replica computes."""
+        assert running.replica is not None
+        peer = self._peer_between(running.replica, successor)
+        return msgspec.structs.replace(request, kv_peer=peer) if peer else request
 
     def on_handed_over(self, running: RunningRequest, replica: int, now: float) -> None:
         """Count a request that this replica has handed over, once it was sent to the next one. It does not count if it
@@ -60,10 +74,11 @@ class HandOvers:
         """Count the first output after a hand-over."""
         if running.handed_over_at is None or not output.token_ids:
             return
-        self._metrics.observe(replica, "handover_time_seconds", now - running.handed_over_at)
+        seconds = now - running.handed_over_at
+        self._metrics.observe(replica, "handover_time_seconds", seconds)
         num_prompt_tokens, running.handed_over_at = len(running.submit.prompt_token_ids), None
         self._metrics.count(replica, "handed_over_tokens", output.num_cached_tokens)
         recomputed = max(0, num_prompt_tokens - output.num_cached_tokens)
         self._metrics.count(replica, "handed_over_tokens_recomputed", recomputed)
         if self.router is not None:
-            self.router.on_continued(output.request_id, recomputed / num_prompt_tokens)
+            self.router.on_continued(output.request_id, recomputed, seconds)

@@ -25,15 +25,21 @@ import msgspec
 from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.config.engine_config import CacheConfig, KVEventsConfig
 from quire.engine.protocol.engine_core import EngineCoreRequest
-from quire.engine.protocol.kv_events import CPU, GPU, STORAGE, FollowKVEvents, KVEventsNews
-from quire.engine.scheduler.event_hashes import chain_salt, extend_digests, root_hash
+from quire.engine.protocol.kv_events import (
+    BYTES_HEARD,
+    CPU,
+    GPU,
+    NEWS_HEARD,
+    STORAGE,
+    FollowKVEvents,
+    KVEventsNews,
+)
+from quire.engine.scheduler.event_hashes import chain_salt, event_number, extend_digests, root_hash
 from quire.engine.scheduler.prefix_length import prefix_length, windows_of
 from quire.server.client.prefix_caches import PrefixCaches
 
 _SAVED = {CPU: 15 / 16, STORAGE: 1 / 2}
 """The part of the time of computing a token that loading it from there saves."""
-_HEARD_NEWS, _HEARD_BYTES = 16, 1 << 18
-"""News after which a core is told that they have been taken."""
 _FREED = 4096
 """Blocks that are forgotten beside each message, of those that count no more: a large set is not freed at once."""
 
@@ -79,10 +85,10 @@ class _Store:
 class _KVView:
     """The blocks of one replica."""
 
-    host: str = ""
-    """Empty: not known yet."""
+    store_name: str = ""
+    """Which KV store it uses; empty: not known yet."""
     store: _Store = field(default_factory=_Store)
-    """That of the host."""
+    """What that has."""
     number: int | None = None
     """Of the last news; None: none has arrived since it was asked."""
     is_known: bool = False
@@ -123,16 +129,17 @@ class KVViews(PrefixCaches):
         self._windows = windows_of(cache.groups)
         self._views: dict[int, _KVView] = {}
         self._stores: dict[str, _Store] = {}
-        """By host."""
+        """By name."""
         self._decoder = msgspec.msgpack.Decoder(_Batch)
         self._freed: list[set[int]] = []
 
-    def follow(self, replica: int, host: str = "") -> FollowKVEvents:
-        """Return what to ask a replica that is up on a host. What it has is not known until it has answered."""
+    def follow(self, replica: int, store_name: str = "") -> FollowKVEvents:
+        """Return what to ask a replica that is up and uses this store. What it has is not known until it has
+        answered."""
         view = self._view(replica)
         view.number, view.is_known = None, False
-        if view.host != host:
-            view.host, view.store = host, self._stores.setdefault(host, _Store())
+        if view.store_name != store_name:
+            view.store_name, view.store = store_name, self._stores.setdefault(store_name, _Store())
         if view.store.speaker is None:
             view.store.speaker = replica
         return FollowKVEvents(self._client, view.store.speaker == replica)
@@ -145,7 +152,7 @@ class KVViews(PrefixCaches):
             if view.number is None:
                 return None  # what it has is under way
             if news.number != view.number + 1:
-                return self.follow(news.replica, view.host)
+                return self.follow(news.replica, view.store_name)
         else:
             view.num_news = view.num_bytes = 0
             self._clear(news.replica, view)
@@ -161,7 +168,7 @@ class KVViews(PrefixCaches):
                     self._clear(news.replica, view)
         view.number, view.is_known = news.number, not news.has_more
         view.num_news, view.num_bytes = view.num_news + 1, view.num_bytes + len(news.batch)
-        if view.num_news < _HEARD_NEWS and view.num_bytes < _HEARD_BYTES:
+        if view.num_news < NEWS_HEARD and view.num_bytes < BYTES_HEARD:
             return None
         view.num_news = view.num_bytes = 0
         return FollowKVEvents(self._client, view.store.speaker == news.replica, news.number)
@@ -202,7 +209,7 @@ class KVViews(PrefixCaches):
         digests, tokens = list[bytes](), request.prompt_token_ids + request.output_token_ids
         extend_digests(digests, self._root, request, tokens, self.block_size, chain_salt(request, self._media))
         count = self.num_groups
-        firsts = [int.from_bytes(digest[-8:]) * count for digest in digests]
+        firsts = [event_number(digest) * count for digest in digests]
         return firsts if count == 1 else [first + group for first in firsts for group in range(count)]
 
     def num_cached(self, replica: int, hashes: list[int]) -> int:
@@ -242,11 +249,11 @@ class KVViews(PrefixCaches):
             view.store.speaker = None
         if all(each.store is not view.store for each in self._views.values()):
             self._freed += view.store.media.values()
-            self._stores.pop(view.host, None)
+            self._stores.pop(view.store_name, None)
 
-    def silent_hosts(self) -> set[str]:
-        """Return the hosts with replicas none of which is asked for what the store has."""
-        return {view.host for view in self._views.values() if view.host and view.store.speaker is None}
+    def silent_stores(self) -> set[str]:
+        """Return the names of stores none of whose replicas is asked for what the store has."""
+        return {view.store_name for view in self._views.values() if view.store_name and view.store.speaker is None}
 
     def _view(self, replica: int) -> _KVView:
         return self._views.setdefault(replica, _KVView())

@@ -140,6 +140,12 @@ KV_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineS
         lambda s: s.kv_failed_load_tokens,
     ),
     ("kv_stored_blocks", "counter", "KV blocks that were copied to the KV store.", lambda s: s.kv_stored_blocks),
+    (
+        "kv_failed_copies",
+        "counter",
+        "Entries that a rank could not copy to the KV store or from there, because it has ended or is late.",
+        lambda s: s.kv_failed_copies,
+    ),
 )
 
 # Metrics of a host's KV store, by tier (memory, disk, the stores of other hosts): name, kind, help, the value of each.
@@ -170,7 +176,7 @@ STORE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[KVSt
 # The same about a store and those of other hosts that it reads from; absent without any.
 PEER_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[KVStoreStats], float]], ...] = (
     ("kv_store_peers", "gauge", "KV stores of other hosts that a store reads from.", lambda s: s.peers),
-    ("kv_store_peers_up", "gauge", "Those of them that answer and have the same model.", lambda s: s.peers_up),
+    ("kv_store_peers_up", "gauge", "Those of them that answer and have the same model.", lambda s: len(s.peers_up)),
     (
         "kv_store_peer_errors",
         "counter",
@@ -461,10 +467,10 @@ class Metrics:
         """By replica, as above."""
         self.stage_ranks: dict[int, int] = {}
         """By replica, the ranks of each of its stages; 0: not known."""
-        self._hosts: dict[int, str] = {}
-        """Those of replicas that have a KV store."""
-        self._kv_stores: dict[str, tuple[KVStoreStats, float]] = {}
-        """By host, as above: the newest stats, and when they came, on the monotonic clock."""
+        self._stores_of: dict[int, str] = {}
+        """By replica that has a KV store: which one (`Replica.store`)."""
+        self._kv_stores: dict[str, tuple[str, KVStoreStats, float]] = {}
+        """By store: its host, the newest stats, and when they came, on the monotonic clock."""
 
     def observe(self, replica: int, name: str, value: float, count: int = 1) -> None:
         """Add a value to one of `HISTOGRAMS`, `count` times. The client library would cost several µs."""
@@ -490,20 +496,30 @@ class Metrics:
         *scalars, iteration_tokens, per_position = astuple(stats)
         _PACK(self._table, start * 8, *scalars, *iteration_tokens, *per_position)
 
-    def take_store(self, replica: int, host: str, stats: KVStoreStats) -> None:
-        """Store the stats of the KV store of a replica's host."""
-        self._hosts[replica] = host
-        self._kv_stores[host] = stats, time.monotonic()
+    def take_store(self, replica: int, host: str, stats: KVStoreStats, store: str = "") -> None:
+        """Store the stats of the KV store of a replica's host; `store` is `Replica.store`, if that is not the host."""
+        self._stores_of[replica] = store = store or host
+        self._kv_stores[store] = host, stats, time.monotonic()
+        present = set(self._stores_of.values())
+        if len(self._kv_stores) > len(present):  # a replica has come back on another host
+            self._kv_stores = {each: found for each, found in self._kv_stores.items() if each in present}
 
     def stores(self) -> dict[str, tuple[KVStoreStats, bool]]:
-        """Return the newest stats of the KV store of each host that has replicas, and whether it is up."""
+        """Return the newest stats of each KV store that replicas have, and whether it is up."""
         now, states = time.monotonic(), self.states
-        present = {host for replica, host in self._hosts.items() if states.get(replica, "removed") != "removed"}
+        present = {store for replica, store in self._stores_of.items() if states.get(replica, "removed") != "removed"}
         return {
-            host: (stats, now - heard < _STORE_SECONDS)
-            for host, (stats, heard) in self._kv_stores.items()
-            if host in present
+            store: (stats, now - heard < _STORE_SECONDS)
+            for store, (_, stats, heard) in self._kv_stores.items()
+            if store in present
         }
+
+    def stores_by_host(self) -> dict[str, tuple[KVStoreStats, bool]]:
+        """The same by host; one that shares its host's address with another, by where others read from it."""
+        found = self.stores()
+        hosts = {store: self._kv_stores[store][0] for store in found}
+        count = Counter(hosts.values())
+        return {store if count[hosts[store]] > 1 else hosts[store]: each for store, each in found.items()}
 
     def state(self, replica: int, state: ReplicaState) -> None:
         """Set the state of a replica; called by the process that supervises it."""
@@ -785,7 +801,7 @@ class Metrics:
 
     def _stores(self) -> Iterator[str]:
         """Metrics of the KV stores of all hosts."""
-        if not (found := self.stores()):
+        if not (found := self.stores_by_host()):
             return
         newest = {host: stats for host, (stats, _) in found.items()}
         up = ((is_up, {"host": host}) for host, (_, is_up) in found.items())
@@ -801,6 +817,10 @@ class Metrics:
         meaning = "Entries that were dropped because their bytes were not those that had been stored."
         samples = ((stats.wrong_checksums, {"host": host}) for host, stats in newest.items())
         yield self._metric("kv_store_wrong_checksums", "counter", meaning, samples)
+        if any(stats.copied_rank_bytes for stats in newest.values()):
+            meaning = "Bytes of KV that ranks on other hosts have copied to a store and from there."
+            samples = ((stats.copied_rank_bytes, {"host": host}) for host, stats in newest.items())
+            yield self._metric("kv_store_copied_rank_bytes", "counter", meaning, samples)
         if any(stats.peers or stats.sent_peer_bytes for stats in newest.values()):
             for name, kind, meaning, count in PEER_METRICS:
                 samples = ((count(stats), {"host": host}) for host, stats in newest.items())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -13,7 +13,8 @@ import zmq
 from quire.engine.cluster.security import Security, split
 from quire.engine.protocol.engine_core import ToCore
 from quire.engine.protocol.supervision import ReplicaRole
-from quire.server.client.metrics import Death
+from quire.server.client.metrics import Death, Metrics
+from quire.server.client.replica_roles import host_of
 
 _RECONNECT_MILLISECONDS = 10
 """Interval between attempts to connect to a core that is starting."""
@@ -40,9 +41,27 @@ class ReplicaInfo:
     last_death: Death | None
     """Its last death, also if it is up again."""
     tensor_parallel_size: int
-    """Ranks of each stage; 0: it has never been up."""
+    """Ranks that share each layer; 0: it has never been up."""
     stages: list[tuple[int, int]]
     """First and last layer of each stage."""
+    prefill_context_parallel_size: int = 1
+    """So many times the ranks that share layers are in each stage."""
+
+
+def problem_of(replicas: Sequence[ReplicaInfo], *, is_loading: bool) -> tuple[str, str] | None:
+    """Why new requests would not run at once: a state, and its reason; None: a replica is up. `is_loading`: an awaited
+    one has never been up."""
+    up = [each for each in replicas if each.state == "up"]
+    if is_loading:
+        count = f": {len(up)} of {len(replicas)} replicas are up" * (len(replicas) > 1)
+        return "loading", f"the model is still loading{count}"
+    if up:
+        return None
+    for state in ("unresponsive", "restarting", "loading", "draining", "dead"):
+        if found := [each for each in replicas if each.state == state]:
+            reasons = (f"replica {each.index} is {state}" + f": {each.reason}" * bool(each.reason) for each in found)
+            return state, "; ".join(reasons)
+    return "unavailable", "there are no replicas"
 
 
 class Replica:
@@ -62,6 +81,8 @@ class Replica:
         """As in `ReplicaUp`."""
         self.kv_peer = ""
         """The same."""
+        self.prefill_context_parallel_size = 1
+        """As in `ReplicaUp`."""
         self.incarnation = 0
         """The number that its outputs have; others are late outputs of an earlier start."""
         self.heard_at = 0.0
@@ -77,12 +98,34 @@ class Replica:
     @property
     def host(self) -> str:
         """The host of its core."""
-        return urlsplit(self.address).hostname or "localhost"
+        return host_of(self.address)
+
+    @property
+    def store(self) -> str:
+        """Identifies the KV store that it uses: hosts of a server may have the same address, each with a store."""
+        return self.kv_peer or self.host
 
     @property
     def is_unresponsive(self) -> bool:
         """Whether it gets new requests only if there is no other replica."""
         return self.is_silent or self.has_failed_probe
+
+    def info(self, metrics: Metrics) -> ReplicaInfo:
+        """What users see."""
+        stats = metrics.of(self.number)
+        return ReplicaInfo(
+            index=self.number,
+            host=self.host,
+            role=self.role,
+            state="unresponsive" if self.state == "up" and self.is_unresponsive else self.state,
+            num_requests_running=stats.running,
+            num_requests_waiting=stats.waiting,
+            reason=self.reason,
+            last_death=metrics.last_death(self.number),
+            tensor_parallel_size=self.tensor_parallel_size,
+            stages=self.stages,
+            prefill_context_parallel_size=self.prefill_context_parallel_size,
+        )
 
     def cancel_move(self) -> None:
         """Stop the timer, if it runs."""

@@ -22,6 +22,7 @@ from quire.engine.protocol.engine_core import (
     RequestList,
     ResetPrefixCache,
 )
+from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.kv_events import GetKVEvents, KVEventsState
 from quire.engine.protocol.profile import (
     Clock,
@@ -46,16 +47,21 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaCalls:
-    """The calls of an API process. All methods run on its event loop."""
+    """The calls of an API process, to one replica or to all. All methods run on its event loop."""
 
-    def __init__(self, index: int, replicas: Mapping[int, Replica], subject: Callable[[int], str]) -> None:
-        """`index` is the number of the API process; `subject` returns the name of a replica in messages."""
+    def __init__(
+        self, index: int, replicas: Mapping[int, Replica], subject: Callable[[int], str], live: Callable[[], list[int]]
+    ) -> None:
+        """`index` is the number of the API process; `subject` returns the name of a replica in messages, and `live` the
+        replicas that get requests, or raises `EngineUnavailable`."""
         self.index = index
         self.waiting: dict[tuple[int, int], asyncio.Future[Reply]] = {}
         """The calls that wait for a reply, by replica and number."""
+        self.parts: dict[tuple[int, int], list[bytes]] = {}
+        """Those of the answers to `kv_events` that have come already, in the same way."""
         self.traces: dict[int, asyncio.Queue[TracePiece | int]] = {}
         """The queue for the traces of a `StopProfile`, by its number; it also gets the numbers of lost replicas."""
-        self._replicas, self._subject = replicas, subject
+        self._replicas, self._subject, self._live = replicas, subject, live
         self._numbers = itertools.count()
 
     def next_number(self) -> int:
@@ -80,7 +86,19 @@ class ReplicaCalls:
         assert isinstance(reply, RequestList)
         return reply
 
-    async def prepare_adapter(self, replica: Replica, adapter: AdapterRef, *, pins: bool) -> PreparedAdapter:
+    async def prepare_adapter(self, adapter: AdapterRef, pins: bool) -> str:
+        """Let all replicas read an adapter that get requests, and pin it if `pins`; returns why it cannot be used.
+        Others will read it when they need it. Raises `EngineUnavailable`, also if a replica has no memory for it, or
+        cannot read its files.
+        """
+        live = [self._replicas[number] for number in self._live()]
+        answers = await asyncio.gather(*(self._prepare_adapter(each, adapter, pins) for each in live))
+        failed = min((each for each in answers if each.error), key=lambda each: not each.is_invalid, default=None)
+        if failed is not None and not failed.is_invalid:
+            raise EngineUnavailable(failed.error)
+        return "" if failed is None else failed.error
+
+    async def _prepare_adapter(self, replica: Replica, adapter: AdapterRef, pins: bool) -> PreparedAdapter:
         """Let a replica read an adapter into its memory. Of one that has died, nothing is known: it will read the
         adapter with the first request.
         """
@@ -95,17 +113,55 @@ class ReplicaCalls:
         assert isinstance(reply, PreparedAdapter)
         return reply
 
-    async def kv_events(self, replica: Replica, *, has_blocks: bool) -> KVEventsState | None:
-        """Return where a replica publishes its KV events, and with `has_blocks`, the blocks that it has; None if it has
-        died or does not answer."""
-        answer = await self._call(replica, GetKVEvents(self.index, self.next_number(), has_blocks))
+    async def kv_events(
+        self, replica: int | None = None, *, has_blocks: bool = False
+    ) -> list[tuple[KVEventsState, list[bytes]]]:
+        """Return where replicas publish their KV events, and with `has_blocks`, the blocks that they have: parts with
+        the items of `KVEventsState.events`. This replica, or all that are up and answer. Raises `InvalidParameter` if
+        there is no such replica, and `EngineUnavailable`.
+        """
+        self._live()
+        if replica is not None and replica not in self._replicas:
+            ranks = ", ".join(map(str, sorted(self._replicas)))
+            text = f"data_parallel_rank: there is no replica {replica}; choose one of: {ranks}"
+            raise InvalidParameter(text, "data_parallel_rank")
+        asked = [each for each in self._replicas.values() if each.state == "up" and replica in (None, each.number)]
+        found = await asyncio.gather(*(self._kv_events(each, has_blocks) for each in asked))
+        states = [state for state in found if state is not None]
+        if replica is not None and not states:
+            raise EngineUnavailable(f"replica {replica} is {self._replicas[replica].state}, or does not answer")
+        return states
+
+    async def _kv_events(self, replica: Replica, has_blocks: bool) -> tuple[KVEventsState, list[bytes]] | None:
+        """As `kv_events`, of one replica; None if it has died or does not answer."""
+        call = GetKVEvents(self.index, self.next_number(), has_blocks)
+        parts = self.parts[replica.number, call.call_id] = list[bytes]()
+        try:
+            answer = await self._call(replica, call)
+        finally:
+            del self.parts[replica.number, call.call_id]
         if not answer.done() or answer.cancelled():
             return None
         reply = answer.result()
         assert isinstance(reply, KVEventsState)
-        return reply
+        return reply, [part for part in (*parts, reply.events) if part]
 
-    async def reset_prefix_cache(self, replica: Replica, *, clears_store: bool) -> str:
+    async def reset_prefix_cache(self, *, clears_stores: bool) -> str:
+        """Let all replicas forget their prefix caches, and then the KV stores of their hosts; returns the first error,
+        also if a host has no replica that is up. Raises `EngineUnavailable`.
+        """
+        self._live()
+        for clears_store in (False, True) if clears_stores else (False,):  # no replica stores what it has had any more
+            present = [each for each in self._replicas.values() if each.state in ("up", "draining")]
+            asked = (self._reset_prefix_cache(each, clears_store) for each in present)
+            if error := next(filter(None, await asyncio.gather(*asked)), ""):
+                return error
+        for lost in self._replicas.values() if clears_stores else ():
+            if all(each.host != lost.host for each in present):  # nobody could clear its store, which may be up
+                return f"{self._subject(lost.number)} is {lost.state}: the KV store of its host was not cleared"
+        return ""
+
+    async def _reset_prefix_cache(self, replica: Replica, clears_store: bool) -> str:
         """Let a replica forget its prefix cache, and its host's KV store; returns the error. One that has died comes
         back with an empty cache.
         """
@@ -154,8 +210,11 @@ class ReplicaCalls:
         if isinstance(message, TracePiece):
             if (pieces := self.traces.get(message.call_id)) is not None:
                 pieces.put_nowait(message)
-        elif (answer := self.waiting.get((message.replica, message.call_id))) is not None and not answer.done():
-            answer.set_result(message)
+        elif (answer := self.waiting.get(key := (message.replica, message.call_id))) is not None and not answer.done():
+            if isinstance(message, KVEventsState) and message.has_more:
+                self.parts[key].append(message.events)
+            else:
+                answer.set_result(message)
 
     def on_lost(self, number: int) -> None:
         """Cancel the calls to a replica that will no longer answer."""

@@ -97,10 +97,15 @@ def role_changes(
     return RoleChanges(removed, added, changed)
 
 
+def host_of(address: str) -> str:
+    """Return the host of a replica that has this address."""
+    return urlsplit(address).hostname or "localhost"
+
+
 def hosts_with_one_role(addresses: Mapping[int, str], roles: Mapping[int, ReplicaRole]) -> dict[str, ReplicaRole]:
     """Return the hosts on which no request can change replicas, as all that are there have the same role, other than
     "any"; given the replicas' `addresses`."""
     found: dict[str, set[ReplicaRole]] = {}
     for replica, address in addresses.items():
-        found.setdefault(urlsplit(address).hostname or "localhost", set()).add(roles.get(replica, "any"))
+        found.setdefault(host_of(address), set()).add(roles.get(replica, "any"))
     return {host: next(iter(own)) for host, own in found.items() if len(own) == 1 and "any" not in own}

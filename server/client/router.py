@@ -25,20 +25,28 @@ slower by the moment. Without new measurements slowness is gradually forgotten, 
 tried again.
 
 With roles, a request goes to a replica with another role than *prefill*, as long as there is one. Of the prefill
-replicas that use the same KV store, the best one computes its prompt if the full blocks that are not cached at the
-first replica have as many tokens as the store keeps at least (`KVStoreConfig.min_tokens`), and if the request itself
-does not lose more by it than others gain:
+replicas with the same KV store, or whose store that one reads, the best one computes its prompt if the full blocks that
+are not cached at the first replica have as many tokens as the store keeps at least (`KVStoreConfig.min_tokens`), and if
+the request itself does not lose more by it than others gain:
 
-      cost at the prefill replica <= cost at the other one
-                                     + slowness * tokens that are not cached there * requests there
-                                     + slowness * `DECODE_TOKENS`
+      cost at the prefill replica       <= cost at the other one
+      + pause                              + slowness * tokens that need not be computed there * requests there
+      + lost part * cost at the other one  + slowness * `DECODE_TOKENS`
 
-since each token of a prompt that a replica computes delays all other requests there. The last term is for a request
-that has ended at the prefill replica since its newest stats, so that equal prompts to idle replicas are computed in the
-same place. The prefill replica must have
-room, unless the other one has none, either, and the store must have room for the prompt beside those that were handed
-over and still wait for their first step. So when prefill replicas have too much to do, or decode replicas are full,
-prompts are computed where they are decoded.
+since each token of a prompt that a replica computes delays all other requests there, and KV that is lost is computed
+there in the end, behind all that was sent there before. The last term is for a request that has ended at the prefill
+replica since its newest stats, so that equal prompts to idle replicas are computed in the same place. The prefill
+replica must have room, unless the other one has none, either, and both stores must have room for the prompt beside
+those that were handed over and still wait for their first step. So when prefill replicas have too much to do, or decode
+replicas are full, prompts are computed where they are decoded.
+
+On one host, there is no pause, and nothing is lost. Between two hosts, the pause is the time from the first token to
+the next one, above `_USUAL_PAUSE`, in tokens of the fastest replica, and the lost part is that of prompts whose KV does
+not come and is computed again. Both are measured for each pair of stores. Until then, and more and more as the
+measurement gets old, nothing is assumed to be lost, and the pause is assumed to be the time in which the KV that is not
+cached comes at `_PEER_BANDWIDTH`, less the time in which it is computed, as both overlap. Only one request at a time
+relies on such an assumption: while one is under way between two stores, the measurement counts, however old, and
+without any, no other one goes there. Replicas of the same host come first among equal ones.
 
 The cache contents come from `PrefixCaches`: they are estimated from the requests sent, or known from KV events. The
 current load is known for this process's requests, and comes from the replica's newest stats for other processes'
@@ -47,9 +55,10 @@ requests.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,6 +88,20 @@ _USUAL_SLOWNESS = 1.5
 """Replicas whose measured times differ by less than this factor are equally fast."""
 _HALF_LIFE_SECONDS = 10.0
 """Time in which a measurement loses half its weight; without new ones, the logarithm of the slowness is halved."""
+_LINK_HALF_LIFE_SECONDS = 60.0
+"""The same for pauses between hosts."""
+_USUAL_PAUSE = 0.1
+"""Seconds before the second token that do not count."""
+_MOST_UNEXPECTED = 3
+"""A pause counts as so many times the expected one and `_USUAL_PAUSE` at most: one that is long once says little."""
+_PEER_BANDWIDTH = 128 << 20
+"""Bytes per second from the store of another host, as long as nothing has been measured."""
+_FIRST_PACE = 0.0002
+"""Seconds that the fastest replica takes for a token, as long as none has been measured."""
+_LINK_SECONDS = 3600.0
+"""Time after which a measurement between hosts is forgotten."""
+_PAUSE_TOKENS = 1024
+"""Tokens whose KV takes as long as the fixed part of a pause."""
 
 
 class ReplicaPlace(NamedTuple):
@@ -87,6 +110,8 @@ class ReplicaPlace(NamedTuple):
     role: ReplicaRole = "any"
     store: str = ""
     """The KV store that it reads and writes, between whose replicas KV can be handed over; empty: none is up."""
+    reads: frozenset[str] = frozenset()
+    """The KV stores of other hosts that this one reads from."""
 
 
 @dataclass(slots=True)
@@ -108,8 +133,12 @@ class _PlacedRequest:
     """The replica on which it continues after its first token; None: it stays. It counts as open there, too."""
     later_blocks: int = 0
     """KV blocks that it will allocate there."""
+    stores: tuple[str, ...] = ()
+    """The KV stores of both hosts, if it is handed over: that of its prompt first."""
+    moves: int = 0
+    """Tokens that the second host lacks."""
     stored: int = 0
-    """Tokens that the KV store keeps for it until its next token: it was handed over."""
+    """Tokens that these stores keep for it until its next token: it was handed over."""
 
 
 @dataclass(slots=True)
@@ -142,6 +171,19 @@ class _ReplicaLoad:
         return self.seconds / self.tokens if self.tokens else 0.0
 
 
+@dataclass(slots=True)
+class _Link:
+    """What requests have lost that were handed over from one host to another."""
+
+    seconds: float = 0.0
+    """Pauses: a decaying sum."""
+    tokens: float = 0.0
+    """For these: those that had to come, and `_PAUSE_TOKENS` of each."""
+    lost: float = 0.0
+    """Part of what had to come that did not: of the last one, or half of what it was before, whichever is more."""
+    measured_at: float = 0.0
+
+
 class Router:
     """Load and caches of the replicas, as known to one API process."""
 
@@ -165,12 +207,17 @@ class Router:
         self._loads = {number: _ReplicaLoad() for number in replicas}
         self._first = first
         self._placed: dict[str, _PlacedRequest] = {}
+        self._links: dict[tuple[str, ...], _Link] = {}
+        """By the store of the prompt and that of the decode."""
         self._max_num_seqs, self._num_adapters = max_num_seqs, num_adapters
         self._block_size = cache.block_size if cache else 0
         self._num_groups = len(cache.groups) if cache else 1
         self._num_blocks = cache.num_blocks if cache else 0
         self._caches = caches or PrefixCaches(cache)
         self._store = store or KVStoreConfig(memory_bytes=0)
+        size = self._store.memory_bytes + self._store.disk_bytes
+        self._bytes_per_token = size / self._store.num_tokens if self._store.num_tokens else 0.0
+        """Of KV; 0: not known."""
         self._output = self._prompt = _FIRST_GUESS
         """Average tokens of an output, and of a prompt to compute."""
 
@@ -193,7 +240,8 @@ class Router:
             number: max(1, length - self._caches.num_saved(number, hashes, cached)) if spares else length
             for number, cached in cached_at.items()
         }
-        slowness = self._slowness(list(stats), self._clock())
+        fastest = self._fastest(stats)
+        slowness = self._slowness(list(stats), fastest, self._clock())
         prefill = {number for number in stats if places and places[number].role == "prefill"}
         groups = [each for each in (stats.keys() - prefill, prefill) if each]
         excess = {number: each for group in groups for number, each in self._excess(slowness, group).items()}
@@ -208,25 +256,38 @@ class Router:
         }
         room = {number: self._has_room(number, missing_at[number], stats[number]) for number in stats}
 
-        def rank(number: int) -> tuple[bool, float, float, int]:
-            sent = self._loads[number].sent * slowness[number]
-            return not room[number], costs[number], sent, (number - self._first) % len(self._loads)
+        def rank(number: int, delay: float = 0.0, *, is_far: bool = False) -> tuple[bool, float, bool, float, int]:
+            sent, order = self._loads[number].sent * slowness[number], (number - self._first) % len(self._loads)
+            return not room[number], costs[number] + delay, is_far, sent, order
 
         chosen = last = min(groups[0], key=rank)
         in_blocks = uncached_at[last] - length % max(1, self._block_size)
-        if places and last not in prefill and in_blocks >= self._store.min_tokens and (store := places[last].store):
-            gained = slowness[last] * (uncached_at[last] * self._num_there(last, stats[last]) + DECODE_TOKENS)
-            near = [number for number in stats if places[number].store == store]
-            first = min(prefill.intersection(near), key=rank, default=None)
-            stored = sum(each.stored for number in near for each in self._loads[number].waiting.values())
-            has_space = not stored or not self._store.num_tokens or stored + length <= self._store.num_tokens
-            if first is not None and room[first] >= room[last] and costs[first] <= costs[last] + gained and has_space:
-                chosen = first
+        stores: tuple[str, ...] = ()
+        if places and last not in prefill and in_blocks >= self._store.min_tokens and (own := places[last].store):
+            under_way = {each.stores for load in self._loads.values() for each in load.waiting.values()}
+            losses = {
+                number: self._loss(pair, uncached_at[last], fastest, is_measured=pair in under_way)
+                for number in prefill
+                if (pair := (places[number].store, own))[0] in {own, *places[last].reads}
+            }
+            delays = {
+                number: max(0.0, pause - _USUAL_PAUSE) / (fastest or _FIRST_PACE) + lost * costs[last]
+                for number, (pause, lost) in losses.items()
+            }
+            ranks = {number: rank(number, delays[number], is_far=places[number].store != own) for number in losses}
+            first = min(ranks, key=ranks.__getitem__, default=last)
+            stores = places[first].store, own
+            if first != last and room[first] >= room[last] and self._have_space(stores, length):
+                came = uncached_at[last] * (1 - losses[first][1])
+                gained = came * self._num_there(last, stats[last]) + DECODE_TOKENS
+                if costs[first] + delays[first] <= costs[last] + slowness[last] * gained:
+                    chosen = first
         blocks = self._num_new_blocks(missing_at[chosen])
         placed = self._add(submit, chosen, hashes, uncached_at[chosen], blocks)
         self._caches.on_placed(chosen, hashes, stats[chosen].kv_blocks)
         if chosen != last and submit.params.max_tokens != len(submit.output_token_ids) + 1:
             placed.successor, placed.later_blocks = last, self._num_new_blocks(missing_at[last])
+            placed.stores, placed.moves = stores, uncached_at[last]
             self._loads[last].open += 1
             self._loads[last].blocks += placed.later_blocks
         self._prompt += (placed.pending - self._prompt) * _AVERAGE_WEIGHT
@@ -278,22 +339,32 @@ class Router:
     def hand_over(self, request_id: str) -> None:
         """Record that a request was sent to its successor, which finds as much of its KV in the store as of others: of
         all full blocks, as long as nothing else is known."""
-        placed = self._placed[request_id]
-        successor = placed.successor
+        before = self._placed[request_id]
+        successor = before.successor
         assert successor is not None
         self.on_finished(request_id, [])
-        missing = round(self._loads[successor].recomputed * len(placed.request.prompt_token_ids))
+        missing = round(self._loads[successor].recomputed * len(before.request.prompt_token_ids))
         pending = max(1, self._block_size, missing)
-        placed = self._add(placed.request, successor, placed.hashes, pending, self._num_new_blocks(pending))
-        placed.stored = len(placed.request.prompt_token_ids)
+        placed = self._add(before.request, successor, before.hashes, pending, self._num_new_blocks(pending))
+        placed.stored, placed.stores, placed.moves = len(before.request.prompt_token_ids), before.stores, before.moves
         self._caches.on_placed(successor, placed.hashes, 0)
 
-    def on_continued(self, request_id: str, recomputed: float) -> None:
-        """Record that the first output after a hand-over has arrived, for which this part of the prompt was computed.
-        It says nothing about the speed of prompts there."""
+    def on_continued(self, request_id: str, recomputed: int, seconds: float) -> None:
+        """Record that the first output after a hand-over has arrived, so many seconds later, for which this number of
+        tokens of the prompt was computed. It says nothing about the speed of prompts there."""
         if (placed := self._placed.get(request_id)) is not None:
-            load = self._loads[placed.replica]
-            load.recomputed = load.recomputed * _KEPT + recomputed * (1 - _KEPT)
+            load, now = self._loads[placed.replica], self._clock()
+            part = recomputed / len(placed.request.prompt_token_ids)
+            load.recomputed = load.recomputed * _KEPT + part * (1 - _KEPT)
+            if placed.stored and len({*placed.stores}) > 1:
+                pause, _ = self._loss(placed.stores, placed.moves, self._fastest(self._loads))
+                links = {pair: each for pair, each in self._links.items() if now - each.measured_at < _LINK_SECONDS}
+                self._links, link = links, links.setdefault(placed.stores, _Link())
+                kept = _KEPT * 0.5 ** ((now - link.measured_at) / _LINK_HALF_LIFE_SECONDS)
+                link.seconds = link.seconds * kept + min(seconds, _MOST_UNEXPECTED * pause + _USUAL_PAUSE)
+                link.tokens = link.tokens * kept + placed.moves + _PAUSE_TOKENS
+                link.lost = max(min(1.0, recomputed / placed.moves), link.lost / 2)
+                link.measured_at = now
             self._stop_waiting(request_id, placed)
 
     def on_output(self, replica: int) -> None:
@@ -361,6 +432,34 @@ class Router:
         self._caches.forget(replica)
         self._placed = {i: placed for i, placed in self._placed.items() if placed.replica != replica}
 
+    def _fastest(self, replicas: Iterable[int]) -> float:
+        """Seconds per token of the fastest one of these replicas; 0: not known."""
+        return min((pace for number in replicas if (pace := self._loads[number].pace)), default=0.0)
+
+    def _loss(
+        self, stores: tuple[str, ...], tokens: int, fastest: float, *, is_measured: bool = False
+    ) -> tuple[float, float]:
+        """What a request loses if it is handed over from the host with the first store to that with the second, which
+        lacks so many tokens: the seconds of the pause, and the part of them that is computed again. With `is_measured`,
+        nothing is assumed; `fastest`: seconds per token."""
+        if stores[0] == stores[1]:
+            return 0.0, 0.0
+        link = self._links.get(stores)
+        if link is None and is_measured:
+            return math.inf, 0.0
+        pause, lost = max(0.0, self._bytes_per_token / _PEER_BANDWIDTH - (fastest or _FIRST_PACE)) * tokens, 0.0
+        if link is not None:
+            weight = 1.0 if is_measured else 0.5 ** ((self._clock() - link.measured_at) / _LINK_HALF_LIFE_SECONDS)
+            measured = link.seconds / link.tokens * (tokens + _PAUSE_TOKENS)
+            pause, lost = pause + (measured - pause) * weight, link.lost * weight
+        return pause, lost
+
+    def _have_space(self, stores: Collection[str], length: int) -> bool:
+        """Whether KV stores have room for a prompt, beside the prompts that were handed over and wait."""
+        waiting = [each for load in self._loads.values() for each in load.waiting.values() if each.stored]
+        stored = max(sum(each.stored for each in waiting if store in each.stores) for store in stores)
+        return not stored or not self._store.num_tokens or stored + length <= self._store.num_tokens
+
     def _num_queued(self, replica: int, stats: EngineStats) -> float:
         """Tokens to compute at a replica before it starts a new request."""
         load = self._loads[replica]
@@ -374,10 +473,9 @@ class Router:
         """Unfinished requests at a replica, and those that will continue there."""
         return max(self._loads[replica].open, stats.running + stats.waiting)
 
-    def _slowness(self, replicas: Sequence[int], now: float) -> dict[int, float]:
+    def _slowness(self, replicas: Sequence[int], fastest: float, now: float) -> dict[int, float]:
         """How many times longer than the fastest of these replicas each one takes for a token of cost, at least 1."""
         loads = {number: self._loads[number] for number in replicas}
-        fastest = min((load.pace for load in loads.values() if load.pace), default=0.0)
         slowness = dict.fromkeys(replicas, 1.0)
         if not fastest:
             return slowness

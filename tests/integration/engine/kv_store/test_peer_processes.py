@@ -15,7 +15,7 @@ from quire.engine.config.resolve import resolve
 from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.kv_store.launch import KVStoreArgs, start_kv_store
 from quire.engine.protocol.kv_store import MEMORY, NO_TIER, PEER, KVEntry
-from quire.engine.protocol.supervision import Failed, Ready
+from quire.engine.protocol.supervision import Failed, Ready, UseKVPeers
 from tests.fakes.kv_store import chain, parents
 from tests.integration.engine.kv_store.test_process import StoreUnderTest, ZmqCore
 
@@ -64,7 +64,7 @@ def test_stores_read_from_each_other(ports: list[int]) -> None:
         cores += [store.connect() for store in stores]
         first, second, stranger = cores
         for core in (first, second):
-            core.wait_for_stats(lambda stats: stats.peers_up == 1)
+            core.wait_for_stats(lambda stats: len(stats.peers_up) == 1)
         links = chain(*range(200))  # several fetches
         for core in cores:
             core.parents |= parents(links)
@@ -78,12 +78,25 @@ def test_stores_read_from_each_other(ports: list[int]) -> None:
         count = stats.loaded_peer_bytes
         first.wait_for_stats(lambda stats: stats.sent_peer_bytes == count)
         assert stranger.tiers(links)[0] == [NO_TIER] * 200
-        assert stranger.wait_for_stats(lambda stats: stats.peers == 1).peers_up == 0
+        assert stranger.wait_for_stats(lambda stats: stats.peers == 1).peers_up == []
 
         later = chain(*range(200, 220))
         second.store_all(later)
         second.wait_for_stats(lambda stats: stats.stored_bytes > 0)
         assert first.tiers(later)[0] == [PEER] * 20
+        soon = chain(*range(100, 150))
+        second.parents |= parents(soon)
+        call = second.load([KVEntry(link, 0) for link in soon], waits=True, peer=f"127.0.0.1:{ports[0]}")
+        first.store_all(soon[:20])
+        second.wait(lambda: len(second.loaded[call]) == 20)
+        first.store_all(soon)
+        second.wait(lambda: len(second.loaded[call]) == 50)
+        assert None not in second.loaded[call].values()
+        second.release(call)
+        stores[1].send(UseKVPeers(()))
+        assert second.wait_for_stats(lambda stats: not stats.peers_up).peers == 0
+        stores[1].send(UseKVPeers((f"127.0.0.1:{ports[0]}",)))
+        second.wait_for_stats(lambda stats: stats.peers_up == [f"127.0.0.1:{ports[0]}"])
         assert stores[1].process is not None
         stores[1].process.kill()
         assert first.tiers(chain(*range(220, 240)))[0] == [NO_TIER] * 20

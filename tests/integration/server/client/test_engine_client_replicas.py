@@ -186,22 +186,22 @@ async def test_all_replicas_forget_before_a_store_does(tmp_path: Path, monkeypat
         forgotten: list[int] = []
         monkeypatch.setattr(engine.client._router, "on_reset", forgotten.append)
         first.say(PrefixCacheReset(-1))  # another process has asked it
-        reset = asyncio.create_task(engine.client.reset_prefix_cache(clears_stores=True))
+        reset = asyncio.create_task(engine.client.calls.reset_prefix_cache(clears_stores=True))
         await answer(first, second, clears_store=False)
         await answer(first, clears_store=True)
         await answer(second, clears_store=True, error="the KV store is not up")
         assert await reset == "the KV store is not up"
         assert sorted(forgotten) == [0, 0, 0, 1, 1]
-        reset = asyncio.create_task(engine.client.reset_prefix_cache(clears_stores=False))
+        reset = asyncio.create_task(engine.client.calls.reset_prefix_cache(clears_stores=False))
         await answer(first, clears_store=False)
         await engine.lost(second, "gone", returns=True)
         assert await reset == "", "it comes back with an empty cache"
-        reset = asyncio.create_task(engine.client.reset_prefix_cache(clears_stores=True))
+        reset = asyncio.create_task(engine.client.calls.reset_prefix_cache(clears_stores=True))
         await answer(first, clears_store=False)
         await answer(first, clears_store=True)
         assert await reset == "", "both have the same store"
         monkeypatch.setattr(Replica, "host", property(lambda replica: f"10.0.0.{replica.number}"))
-        reset = asyncio.create_task(engine.client.reset_prefix_cache(clears_stores=True))
+        reset = asyncio.create_task(engine.client.calls.reset_prefix_cache(clears_stores=True))
         await answer(first, clears_store=False)
         await answer(first, clears_store=True)
         assert await reset == "replica 1 is restarting: the KV store of its host was not cleared"
@@ -369,7 +369,7 @@ async def test_replicas_know_what_is_pinned_also_when_they_are_back(tmp_path: Pa
         engine.up(first)
         await first.hear(Join)
         assert await first.hear(PinAdapters) == PinAdapters(0, [b"1" * 32])
-        answers = asyncio.create_task(engine.client.prepare_adapter(AdapterRef(b"2" * 32, ("a",)), True))
+        answers = asyncio.create_task(engine.client.calls.prepare_adapter(AdapterRef(b"2" * 32, ("a",)), True))
         for core, error, is_invalid in ((first, "no memory", False), (second, "NaN", True)):
             message = await core.hear(PrepareAdapter)
             assert message.pins

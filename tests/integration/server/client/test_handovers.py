@@ -234,6 +234,33 @@ async def test_prompts_stay_where_they_are_decoded_without_a_store_or_a_role(tmp
         assert (await first.hear(EngineCoreRequest)).is_expected
 
 
+@pytest.mark.parametrize("host", ["10.0.0.2", "10.0.0.1"])
+async def test_the_other_host_is_told_whose_store_has_the_prompt(host: str, tmp_path: Path) -> None:
+    """If that is read there: prompts that cannot be loaded stay where they are decoded. Both may have one address."""
+    async with apart(tmp_path) as (engine, first, second):
+        one, other = (engine.client._replicas[number] for number in range(2))
+        one.address, other.address = "tcp://10.0.0.1:1", f"tcp://{host}:2"
+        one.kv_peer, other.kv_peer = "10.0.0.1:7", f"{host}:8"
+        engine.metrics.take_store(0, one.host, KVStoreStats(peers=1), one.store)
+        for peers in (["10.0.0.3:7"], ["10.0.0.1:7"]):
+            engine.metrics.take_store(1, host, KVStoreStats(peers=2, peers_up=peers), other.store)
+            stream = engine.submit("a", PROMPT)
+            if peers == ["10.0.0.3:7"]:
+                sent = await second.hear(EngineCoreRequest)
+                assert (sent.is_expected, sent.kv_peer) == (False, "")
+                stream.close()
+                await second.hear(AbortRequests)
+        sent, expected = await first.hear(EngineCoreRequest), await second.hear(EngineCoreRequest)
+        assert (sent.hands_over, sent.kv_peer) == (True, "")
+        assert (expected.is_expected, expected.kv_peer) == (True, "10.0.0.1:7")
+        hand_over(first)
+        sent = await second.hear(EngineCoreRequest)
+        assert (sent.is_expected, sent.output_token_ids, sent.kv_peer) == (False, [7], "10.0.0.1:7")
+        await engine.lost(second, "killed")
+        sent = await first.hear(EngineCoreRequest)
+        assert (sent.output_token_ids, sent.kv_peer) == ([7], "")
+
+
 async def test_images_are_expected_without_their_data(tmp_path: Path) -> None:
     async with apart(tmp_path) as (engine, first, second):
         item = MediaItem(bytes(16), "image", 0, 1, (MediaRun(0, 1),), data=MediaData((), 6, content=b"pixels"))

@@ -76,6 +76,25 @@ def test_ranks_for_prompts_divide_tokens_if_they_are_as_many(tmp_path: Path) -> 
         assert sizes == [prefill, 2]
 
 
+def test_only_replicas_for_prompts_divide_the_tokens_of_steps(tmp_path: Path) -> None:
+    """Only those for decodes divide blocks then, also if both have as many ranks."""
+    context = {"prefill_context_parallel_size": 2, "decode_context_parallel_size": 2}
+    asked = options(folder(tmp_path), **ROLES, **context, tensor_parallel_size=8, prefill_tensor_parallel_size=4)
+    config = resolve(asked)
+    prefill, decode = config.of_role("prefill"), config.of_role("decode")
+    sizes = [
+        (each.parallel.prefill_context_parallel_size, each.parallel.decode_context_parallel_size)
+        for each in (prefill, decode)
+    ]
+    assert sizes == [(2, 1), (1, 2)]
+    assert prefill.parallel.world_size == decode.parallel.world_size == 8
+    assert not prefill.has_layout_of(decode)
+    with pytest.raises(ConfigError, match=r"of the --prefill-replicas: --prefill-context-parallel-size 2 .*int4"):
+        resolve(replace(asked, decode_context_parallel_size=1, kv_cache_dtype="int4"))
+    with pytest.raises(ConfigError, match=r"--prefill-context-parallel-size 2 .*--decode-context-parallel-size 2;"):
+        resolve(replace(asked, prefill_replicas=None, decode_replicas=None, prefill_tensor_parallel_size=None))
+
+
 def test_requests_are_as_long_as_any_replica_allows(tmp_path: Path) -> None:
     """A rank of one layout may have room for less than a rank of another."""
     asked = options(folder(tmp_path), **ROLES, **OWN, max_model_len="auto", kv_cache_memory_bytes=8 << 20)
@@ -121,6 +140,20 @@ def test_a_host_resolves_the_layouts_of_its_own_replicas(tmp_path: Path) -> None
     assert (api.prefill, api.kv_store, api.parallel.world_size) == (None, None, 1)
 
 
+def test_nodes_have_the_layout_of_their_replica(tmp_path: Path) -> None:
+    """Replica 0 is on nodes 0 and 1, replica 1 on the others; the first node of each has a store."""
+    hosts = {"nnodes": 4, "tensor_parallel_size": 2, "cluster_token": "x" * 16}
+    asked = options(folder(tmp_path), prefill_replicas=1, decode_replicas=1, **OWN, **hosts)
+    nodes = [resolve(replace(asked, node_rank=node)) for node in range(4)]
+    assert [each.parallel.role_of(each.parallel.replica) for each in nodes] == [*["prefill"] * 2, *["decode"] * 2]
+    assert [(each.parallel.world_size, each.parallel.ranks_per_node) for each in nodes] == [
+        *[(6, 3)] * 2,
+        *[(2, 1)] * 2,
+    ]
+    assert [each.kv_store is not None and each.kv_store.memory_bytes > 0 for each in nodes] == [True, False] * 2
+    assert len({tuple(each.shared_settings.items()) for each in nodes}) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -135,10 +168,6 @@ def test_a_host_resolves_the_layouts_of_its_own_replicas(tmp_path: Path) -> None
         ({"pipeline_layer_partition": "6"} | OWN, "--pipeline-layer-partition 6 is for all replicas, which have 1"),
         ({"prefill_tensor_parallel_size": 3}, "of the --prefill-replicas: --tensor-parallel-size 3 does not divide"),
         ({"runner": "pooling"}, "--prefill-replicas: .* computes vectors of prompts, and nothing is left to decode"),
-        (
-            {"nnodes": 6, "tensor_parallel_size": 2, "cluster_token": "x" * 16},
-            "--prefill-replicas is not supported for replicas that span hosts",
-        ),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -292,7 +293,8 @@ def test_a_core_ends_when_another_says_that_it_does() -> None:
     wire.wires = [wire, LinkedWire(1, 2)]
     config = engine_config()
     parallel = replace(config.parallel, replicas=2, experts=ExpertParallelConfig())
-    core = EngineCore(replace(config, parallel=parallel), None, wire)  # type: ignore[arg-type]
+    ranks = SimpleNamespace(check=lambda: None)
+    core = EngineCore(replace(config, parallel=parallel), ranks, wire)  # type: ignore[arg-type]
     wire.inbox.put(ReplicaFailed(1, "rank 0 was killed by SIGKILL"))
     with pytest.raises(WorkerError) as caught:
         core.run()

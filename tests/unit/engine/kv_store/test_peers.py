@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from quire.engine.config.kv_layout import KVKind
 from quire.engine.kv_store.peer_server import PeerServer
 from quire.engine.kv_store.peers import ANSWER_SECONDS, PIECE_SECONDS, PeerTier
 from quire.engine.protocol import kv_peers
 from quire.engine.protocol.kv_peers import FromPeer, ToPeer
 from quire.engine.protocol.kv_store import MEMORY, NO_TIER, PEER, ClearKV, FoundKV, KVEntry, LookUpKV
-from tests.fakes.kv_store import FakeDisk, Host, StoreCore, chain, parents
+from tests.fakes.kv_store import KINDS, SIGNATURE, FakeDisk, Host, StoreCore, chain, parents
 
-KINDS = (KVKind((0,), 1000), KVKind((1,), 600, window=2))
 SIZES = [kind.size for kind in KINDS]
 ROOM = 20 * 4096
-SIGNATURE = b"signature of 16 "
 
 
 def address(name: str) -> str:
@@ -61,12 +59,9 @@ class Network:
         """Start a host, in place of an earlier one."""
         host = self.hosts[name] = Host(KINDS, ROOM, clock=lambda: self.now, doubling=5)
         tier = self.tiers[name] = PeerTier(
-            self.signatures[name],
-            SIZES,
-            lambda to, message: self.carry(name, to, message),
-            [address(each) for each in self.signatures],  # a store knows itself
-            lambda: self.now,
+            self.signatures[name], SIZES, lambda to, message: self.carry(name, to, message), lambda: self.now
         )
+        tier.use([address(each) for each in self.signatures])  # a store knows itself
         host.server = PeerServer(
             self.signatures[name],
             SIZES,
@@ -194,7 +189,7 @@ def test_entries_of_other_hosts_are_found_and_fetched() -> None:
     assert network.look_up("0", links) == [[MEMORY] * 4, [MEMORY, MEMORY, MEMORY, NO_TIER]]
     network.check()
     stats = network.hosts["0"].store.stats()
-    assert (stats.peers_up, stats.peers, stats.failed_peers) == (2, 2, 0)
+    assert (stats.peers_up, stats.peers, stats.failed_peers) == (["1:1", "2:1"], 2, 0)
     assert stats.loaded_peer_bytes == 3 * SIZES[0] + 2 * SIZES[1]
     network.hosts["0"].store.write(all_now=True)
     assert own_disk.num_entries == 7
@@ -236,6 +231,151 @@ def test_what_the_named_peer_is_writing_is_waited_for() -> None:
     network.run()
     assert sum(offset is not None for offset in core.loaded[call].values()) == 4
     network.check()
+
+
+def come(core: StoreCore, call: int) -> dict[int, bool]:
+    """Which entries of a load have come or failed."""
+    return {number: offset is not None for number, offset in core.loaded[call].items()}
+
+
+def test_what_a_peer_will_store_comes_as_it_is_stored() -> None:
+    """What is still being written when the load settles is waited for; what nobody writes fails at once."""
+    network, links = Network(2), chain(*range(5))
+    reader, owner = network.cores["0"], network.cores["1"]
+    reader.store(links[:1])
+    owner.store(links[:2])
+    reader.parents |= parents(links)
+    call, again = (reader.load(entries(links), waits=True, peer=address("1")) for _ in range(2))
+    network.wait(0.01)
+    assert come(reader, call) == come(reader, again) == dict.fromkeys(range(4), True)
+    owner.offer(links[:4])
+    network.wait(0.05)
+    owner.finish([offset for offset, entry in owner.grants.items() if entry.link == links[2]])
+    network.wait(0.1)
+    assert come(reader, call) == dict.fromkeys(range(6), True)
+    network.wait(0.05)
+    for each in (call, again):
+        reader.settle(each)
+    network.run()
+    assert come(reader, call) == come(reader, again) == dict.fromkeys(range(6), True) | dict.fromkeys((8, 9), False)
+    owner.finish()
+    network.run()
+    assert come(reader, call) == come(reader, again) == dict.fromkeys(range(8), True) | dict.fromkeys((8, 9), False)
+    network.wait(0.5)
+    assert not network.tiers["0"]._expectations
+    assert not network.hosts["0"].store._loads._expected
+
+
+def test_a_peer_that_will_store_nothing_is_asked_less_and_less() -> None:
+    network, links = Network(2), chain(*range(3))
+    asked = list[float]()
+    ask = network.tiers["0"]._send
+
+    def send(to: str, message: ToPeer) -> None:
+        asked.extend([network.now] * isinstance(message, kv_peers.AskPeer))
+        ask(to, message)
+
+    network.tiers["0"]._send = send
+    core = network.cores["0"]
+    call = core.load(entries(links), waits=True, peer=address("1"))
+    for _ in range(200):
+        network.wait(0.01)
+    pauses = [after - before for before, after in itertools.pairwise(asked)]
+    assert pauses[:5] == pytest.approx([0.1, 0.2, 0.4, 0.4, 0.4], abs=0.02)
+    core.release(call)
+    network.wait(0.4)
+    assert not network.tiers["0"]._expectations
+
+
+@pytest.mark.parametrize("fault", ["vanishes", "starts again", "loses", "damages", "leaves"])
+def test_a_load_of_what_a_peer_will_store_ends_in_time(fault: str) -> None:
+    """Whatever happens to the peer. What did not come is asked for again until the load settles."""
+    network, links = Network(2), chain(*range(6))
+    reader, owner = network.cores["0"], network.cores["1"]
+    reader.parents |= parents(links)
+    call = reader.load(entries(links, 0), waits=True, peer=address("1"))
+    owner.store(links[:2], [0])
+    network.wait(0.4)
+    assert come(reader, call) == {0: True, 1: True}
+    owner.store(links[:4], [0])
+    match fault:
+        case "vanishes":
+            network.cut.add("1")
+        case "starts again":
+            network.start("1")
+        case "leaves":
+            network.tiers["0"].use([])
+        case _:
+            network.change = lambda frame: (
+                (bytes(1000) if fault == "damages" else None) if len(frame) == 1000 else frame
+            )
+    for _ in range(10):
+        network.wait(0.4)
+    assert come(reader, call) == {0: True, 1: True}
+    if fault in ("loses", "damages"):
+        network.change = lambda frame: frame
+        for _ in range(30):
+            network.wait(0.5)
+        assert come(reader, call) == dict.fromkeys(range(4), True)
+    before = network.now
+    reader.settle(call)
+    while len(come(reader, call)) < 6:
+        network.wait(0.1)
+    assert network.now <= before + ANSWER_SECONDS + 0.1
+    assert not come(reader, call)[5]
+
+
+def test_what_was_lost_on_its_way_is_asked_for_again() -> None:
+    """Also if nothing else is expected, until the load settles or ends."""
+    network, links = Network(2), chain(*range(4))
+    reader, tier = network.cores["0"], network.tiers["0"]
+    reader.parents |= parents(links)
+    network.cores["1"].store(links, [0])
+    network.change = lambda frame: None if len(frame) == SIZES[0] else frame
+    calls = [reader.load(entries(links, 0), waits=True, peer=address("1")) for _ in range(2)]
+    network.wait(0.1)
+    assert not any(come(reader, call) for call in calls)
+    network.change = lambda frame: frame
+    for _ in range(10):
+        network.wait(0.4)
+    assert [come(reader, call) for call in calls] == [dict.fromkeys(range(4), True)] * 2
+    assert len(tier._expectations) == 2
+    reader.settle(calls[0])
+    reader.release(calls[1])
+    network.wait(0.4)
+    assert not tier._expectations
+
+
+def test_a_load_that_settles_waits_for_the_named_peer_alone() -> None:
+    network, links = Network(3), chain(1, 2)
+    network.wait(1.0)
+    reader = network.cores["0"]
+    reader.parents |= parents(links)
+    call = reader.load(entries(links, 0), waits=True, peer=address("1"))
+    network.wait(0.01)
+    network.cores["1"].store(links[:1], [0])
+    network.cut.add("2")
+    reader.settle(call)
+    network.run()
+    assert come(reader, call) == {0: True, 1: False}
+
+
+def test_a_peer_that_falls_silent_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, and when it is back, also if nobody has asked it for anything."""
+    caplog.set_level("INFO")
+    network = Network(2)
+    network.wait(1.0)
+    caplog.clear()
+    network.cut.add("1")
+    for _ in range(8):
+        network.wait(1.0)
+    assert network.hosts["0"].store.stats().peers_up == []
+    network.cut.clear()
+    network.wait(1.0)
+    assert network.hosts["0"].store.stats().peers_up == ["1:1"]
+    silent = "is not in use: it has not been heard of for 3 seconds"
+    told = [text.split("1:1 ")[1] for text in caplog.messages if "1:1" in text]
+    assert told == [silent, "is in use"]
 
 
 def test_nobody_asks_on_behalf_of_another() -> None:
@@ -465,7 +605,7 @@ def test_what_a_dead_core_was_writing_makes_no_peer_late() -> None:
     network.cores["1"].offer(links)
     assert network.look_up("0", links, address("1"))[0] == [PEER, PEER]
     assert network.load("0", entries(links, 0)) == [True, False]
-    assert network.tiers["0"].stats() == (1, 1, 0)
+    assert network.tiers["0"].stats() == (["1:1"], 1, 0)
     core = network.cores["0"]
     core._send(LookUpKV(9, links, counts_granted=True))  # a resumed request
     network.run()
@@ -480,6 +620,7 @@ def test_a_cleared_server_stays_cleared() -> None:
     assert network.look_up("0", chain(1, 3))
     network.cores["0"]._send(ClearKV(9))
     network.run()
+    assert [network.hosts[name].store.stats().peers_up for name in ("0", "1")] == [[], ["0:1"]], "the router is told"
     assert network.look_up("0", links) == [[NO_TIER] * 2] * 2
     assert network.load("0", entries(links)) == [False] * 4
     network.cores["1"]._send(ClearKV(9))
@@ -507,7 +648,7 @@ def test_a_reader_tells_nothing_of_chains() -> None:
     network.cores["1"].store(links)
     store.write(all_now=True)
     for entry in [*store.index]:
-        store._forget(entry)
+        store.entries.forget(entry)
     network.cores["0"].parents = dict(zip(links, reversed(links), strict=True))
     assert network.look_up("0", links)[0] == [PEER, PEER]
     assert network.load("0", entries(links)) == [True] * 4
@@ -539,7 +680,17 @@ def test_no_request_gets_wrong_bytes(monkeypatch: pytest.MonkeyPatch, count: int
         tiers = network.look_up(name, links, address(choose.choice([*network.hosts])))
         found = [entry for entry in entries(links) if tiers[entry.kind][links.index(entry.link)] != NO_TIER]
         core.parents |= parents(links)
-        if found:
+        if found and choose.random() < 0.2:  # of a request whose prompt the other computes meanwhile
+            call = core.load(entries(links), waits=True, peer=address(choose.choice([*network.hosts])))
+            network.cores[choose.choice([*network.hosts])].store(links)
+            for seconds in (0.1, 0.2):
+                network.wait(seconds)
+            core.settle(call)
+            for _ in range(10):
+                network.wait(0.3)
+            assert len(core.loaded[call]) == len(entries(links)), "every load is answered in time"
+            core.release(call)
+        elif found:
             from_peers += sum(tiers[entry.kind][links.index(entry.link)] == PEER for entry in found)
             failed += network.load(name, found).count(False)
         core.store(links)

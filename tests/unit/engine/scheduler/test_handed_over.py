@@ -213,6 +213,20 @@ def test_an_expectation_loads_while_the_prompt_is_computed(clock: Clock) -> None
     assert pair.decode.scheduler.stats.kv_failed_load_tokens == 0
 
 
+def test_what_another_host_computes_is_expected_from_its_store(clock: Clock) -> None:
+    """And counts as loaded from there."""
+    pair, prompt, peer = Pair(small(num_blocks=60), clock), text(60), "10.0.0.7:29560"
+    pair.prefill.ask("before", prompt, 1)
+    asked = EngineCoreRequest(0, "a", prompt, SamplingParams(max_tokens=5), is_expected=True, kv_peer=peer)
+    pair.decode.scheduler.expect(asked)
+    for _ in range(5):
+        pair.decode.turn()
+    pair.decode.add("a", prompt, reported=continuation(prompt, 1), max_tokens=5, kv_peer=peer)
+    pair.decode.rest()
+    assert [each.peer for each in pair.prefill.store.received if isinstance(each, LoadKV)] == [peer]
+    assert pair.decode.outputs["a"][0].num_loaded_tokens == (0, 0, 56)
+
+
 def test_what_was_loaded_in_part_is_not_looked_up_again(clock: Clock) -> None:
     """A second load would have taken the place of the first, with its blocks."""
     pair, prompt = Pair(small(num_blocks=60), clock), text(60)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
 from quire.engine.cluster import control_plane, follower, network
@@ -25,7 +27,15 @@ from quire.engine.core.launch import replica_config, reserve_ports
 from quire.engine.executor import nodes
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import LogLevel, ReplicaUp
-from quire.server.client.dp_coordinator import DPCoordinator, DPLeader, DPMember, ReplicaDied, connect_hosts, role
+from quire.server.client.dp_coordinator import (
+    DPCoordinator,
+    DPLeader,
+    DPMember,
+    KVPeersChanged,
+    ReplicaDied,
+    connect_hosts,
+    role,
+)
 from tests.fakes.configs import engine_config
 
 
@@ -143,6 +153,9 @@ class Listener:
     def log_level_changed(self, level: LogLevel) -> None:
         self.notices.put((None, level))
 
+    def kv_peers_changed(self) -> None:
+        self.notices.put((None, "other KV stores"))
+
     def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False, user_error: bool = False) -> None:
         self.notices.put((replica, reason))
 
@@ -185,6 +198,52 @@ def test_all_learn_all_addresses_in_whatever_order_they_come(site: Site, late: s
         assert member.kv_peer in ("", api.kv_peers[1])
     assert api.kv_peer == api.kv_peers[0] == "127.0.0.1:7"
     assert len(api.kv_peers) == 2
+
+
+def test_hosts_are_told_of_the_kv_store_of_one_that_comes_back(
+    listener: Listener, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At another port; also if no other has changed."""
+    monkeypatch.setattr(follower, "_RECONNECT_MS", 5)
+    one, two, three = (
+        replace(site.config(3, rank, 1), kv_store=KVStoreConfig(memory_bytes=1)) for rank in (None, 1, 2)
+    )
+    starting, members = site.api(one), [site.headless(two), site.headless(three)]
+    api, stays, leaves = starting.result(30), *(member.result(30) for member in members)
+    stays.watch(listener)
+    for _ in range(2):
+        leaves.close()
+        leaves = site.headless(three).result(30)
+        assert listener.notices.get(timeout=10) == (None, "other KV stores")
+        expected = {api.kv_peer, stays.kv_peer, leaves.kv_peer}
+        assert {*stays.kv_peers} == {*api.kv_peers} == expected
+        late = Listener()
+        leaves.watch(late)
+        assert late.notices.get(timeout=10) == (None, "other KV stores")
+        assert {*leaves.kv_peers} == expected
+    api.dismiss(2)
+    assert listener.notices.get(timeout=10) == (None, "other KV stores")
+    assert {*stays.kv_peers} == {*api.kv_peers} == {api.kv_peer, stays.kv_peer}, "it has left for good"
+
+
+def test_the_newest_message_about_kv_stores_counts(site: Site) -> None:
+    """Each replica of a host is told by its own connection, one later than the other."""
+    one, two = (
+        replace(site.config(3, rank, local), kv_store=KVStoreConfig(memory_bytes=1))
+        for rank, local in ((None, 1), (1, 2))
+    )
+    starting, member = site.api(one), site.headless(two).result(30)
+    api = starting.result(30)
+    listener = Listener()
+    member.watch(listener)
+    assert isinstance(api, DPLeader)
+    api._leader.send(1, msgspec.msgpack.encode(KVPeersChanged(12, ("new:1",))))
+    assert listener.notices.get(timeout=10) == (None, "other KV stores")
+    for number, addresses in ((11, ("old:1",)), (13, ("newest:1",))):
+        api._leader.send(2, msgspec.msgpack.encode(KVPeersChanged(number, addresses)))
+    assert listener.notices.get(timeout=10) == (None, "other KV stores")
+    assert member.kv_peers == ("newest:1",)
+    assert listener.notices.empty()
 
 
 def test_a_further_host_of_a_replica_is_told_where_its_first_is(
@@ -439,6 +498,8 @@ def test_hosts_join_and_leave_while_the_api_serves(listener: Listener, site: Sit
     again.close("the lights went out")
     assert listener.notices.get(timeout=10) == (5, "replica 5 (127.0.0.1) has ended: the lights went out")
     assert listener.notices.empty()
+    own = {api.requests[0], *map(api.added_address, (1, 2, 1))}
+    assert [urlsplit(address).hostname for address in own] == ["127.0.0.1"] * 3
 
 
 def test_a_host_may_join_before_those_that_are_waited_for(

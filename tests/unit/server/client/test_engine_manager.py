@@ -34,6 +34,7 @@ from quire.engine.protocol.supervision import (
     ReplicaUp,
     SetLogLevel,
     Shutdown,
+    UseKVPeers,
 )
 from quire.server.client import engine_manager as module
 from quire.server.client.dp_coordinator import DPCoordinator, DPLeader, DPMember
@@ -436,7 +437,7 @@ class Hosts(DPLeader):
         self.joined: set[int] = set()
         self.different: set[int] = set()
         self.dismissed: list[tuple[int, str]] = []
-        self.requests, self.responses, self.init_method = {0: "ipc:///0"}, ("tcp://10.0.0.1:1",), ""
+        self.requests, self.responses, self.init_method = {0: "tcp://10.0.0.1:7000"}, ("tcp://10.0.0.1:1",), ""
         self.masters: dict[int, tuple[str, int]] = {}
         self.kv_peer, self.kv_peers = "", ()
 
@@ -445,6 +446,9 @@ class Hosts(DPLeader):
 
     def is_joined(self, replica: int) -> bool:
         return replica in self.joined
+
+    def added_address(self, replica: int) -> str:
+        return f"tcp://10.0.0.1:{7000 + replica}"
 
     def dismiss(self, replica: int, reason: str = "") -> None:
         self.dismissed.append((replica, reason))
@@ -581,6 +585,7 @@ def test_hosts_join_and_leave(engine: Make) -> None:
         manager.resize(1, 30.0)
     manager.resize(4, 30.0)
     assert hosts.local_replicas == {0, 3}
+    assert manager.requests[3] == "tcp://10.0.0.1:7003", "at the address of its host, as the others there"
     one.up(3)
     manager.replica_joined(3, "tcp://10.0.0.2:3")  # in the same moment
     one.run(lambda: len(hosts.dismissed) == 2)
@@ -698,6 +703,16 @@ def test_only_the_replica_that_died_may_have_had_a_deadly_request(engine: Make) 
     assert {state.replica: state.may_be_caused_by_request for state in lost} == {0: False, 1: True}
 
 
+def test_the_kv_store_is_told_of_those_of_other_hosts(engine: Make) -> None:
+    hosts = Hosts()
+    one = engine(kv_store=KVStoreConfig(memory_bytes=1 << 30, peers=("10.0.0.9:1",)), hosts=hosts)
+    ((args, store),) = one.stores
+    assert args.peers == ("10.0.0.9:1",)
+    hosts.kv_peers = ("10.0.0.1:1", "10.0.0.2:1")
+    one.manager.kv_peers_changed()
+    one.run(lambda: store.heard() == [UseKVPeers(("10.0.0.9:1", "10.0.0.1:1", "10.0.0.2:1"))])
+
+
 def test_cores_use_the_kv_store_of_their_host(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.server.client.helper_process._MAX_RESTART_SECONDS", 0.0)
     two = engine(2, kv_store=KVStoreConfig(memory_bytes=1 << 30))
@@ -761,6 +776,7 @@ def test_each_role_has_its_layout(engine: Make) -> None:
 
 
 def test_roles_can_be_given_and_taken_while_replicas_run(engine: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "quire.server.client.engine_manager")
     hosts = Hosts()
     two = engine(kv_store=STORE, hosts=hosts)
     two.up(0)
@@ -773,10 +789,17 @@ def test_roles_can_be_given_and_taken_while_replicas_run(engine: Make, caplog: p
     two.manager.replica_joined(2, "tcp://10.0.0.2:2")
     two.run(lambda: 2 in two.manager.requests)
     assert two.states[before + 1] == ReplicaRoles({0: "prefill", 1: "decode", 2: "decode"})
-    assert "requests change replicas on one host only" not in caplog.text
+    assert "all replicas of" not in caplog.text
     two.manager.replica_up(ReplicaUp(2, 7))
     two.run(lambda: isinstance(two.manager.states.get(2), ReplicaUp))
-    assert caplog.text.count("all replicas of 10.0.0.2 are for decodes, and requests change") == 1
+    assert (
+        caplog.text.count("all replicas of 10.0.0.2 are for decodes, and it has no KV store that other hosts read") == 1
+    )
+    hosts.joined.add(3)
+    two.manager.replica_joined(3, "tcp://10.0.0.3:2")
+    two.manager.replica_up(ReplicaUp(3, 7, kv_peer="10.0.0.3:7"))
+    two.run(lambda: isinstance(two.manager.states.get(3), ReplicaUp))
+    assert caplog.text.count("all replicas of 10.0.0.3 are for decodes: their requests may change hosts") == 1
     with pytest.raises(ConfigError, match="1 replicas for prompts and 0 for decodes"):
         two.manager.resize(1, 7.0)
     two.manager.resize(None, 7.0, 0)

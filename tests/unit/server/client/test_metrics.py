@@ -196,7 +196,7 @@ def test_each_host_has_the_metrics_of_its_kv_store(monkeypatch: pytest.MonkeyPat
     metrics.take_store(
         0, "localhost", KVStoreStats(memory_bytes=5, memory_capacity=8, stored_bytes=9, wrong_checksums=1)
     )
-    assert not any("kv_store_peer" in name for name in samples(metrics))
+    assert not any("kv_store_peer" in name or "rank" in name for name in samples(metrics))
     metrics.take_store(
         1,
         "10.0.0.2",
@@ -206,8 +206,9 @@ def test_each_host_has_the_metrics_of_its_kv_store(monkeypatch: pytest.MonkeyPat
             disk_capacity=70,
             disk_error="full",
             peers=2,
-            peers_up=1,
+            peers_up=["10.0.0.3:7"],
             loaded_peer_bytes=6,
+            copied_rank_bytes=4,
         ),
     )
     found = samples(metrics)
@@ -219,14 +220,21 @@ def test_each_host_has_the_metrics_of_its_kv_store(monkeypatch: pytest.MonkeyPat
     assert found["quire:kv_store_disk_up 10.0.0.2"] == 0
     assert (found["quire:kv_store_peers 10.0.0.2"], found["quire:kv_store_peers_up 10.0.0.2"]) == (2, 1)
     assert found["quire:kv_store_read_bytes_total 10.0.0.2 peer"] == 6
+    assert found["quire:kv_store_copied_rank_bytes_total 10.0.0.2"] == 4
     assert not any("disk" in name for name in found if "localhost" in name)
     now = 109.0
     metrics.take_store(0, "localhost", KVStoreStats())
     now = 111.0
     found = samples(metrics)
     assert (found["quire:kv_store_up localhost"], found["quire:kv_store_up 10.0.0.2"]) == (1, 0)
+    metrics.state(2, "up")
+    metrics.take_store(2, "localhost", KVStoreStats(), "127.0.0.1:7")
+    found = samples(metrics)
+    assert (found["quire:kv_store_up localhost"], found["quire:kv_store_up 127.0.0.1:7"]) == (1, 1)
     metrics.state(1, "removed")
     assert not any("10.0.0.2" in name for name in samples(metrics)), "its host may have left"
+    metrics.take_store(1, "10.0.0.4", KVStoreStats())
+    assert {*metrics._kv_stores} == {"localhost", "127.0.0.1:7", "10.0.0.4"}
 
 
 def test_expert_load_is_exported_unless_there_are_too_many_experts() -> None:

@@ -458,6 +458,135 @@ def test_a_prompt_is_computed_apart_if_others_gain_more_than_it_loses() -> None:
     assert chosen(400, places={number: ReplicaPlace("prefill", "host") for number in range(3)}) == (0, None)
 
 
+class TwoHosts:
+    """Replica 0 is for prompts, on one host, and 1 for decodes, on the other, as slow as the first: 1 ms for a token. A
+    token has 1 MiB of KV."""
+
+    def __init__(self, *, has_speed: bool = True) -> None:
+        self.places = {
+            0: ReplicaPlace("prefill", "first", frozenset({"second"})),
+            1: ReplicaPlace("decode", "second", frozenset({"first"})),
+        }
+        self.now, self.number = 100.0, 0
+        self.router = Router(
+            range(2),
+            cache=CACHE,
+            max_num_seqs=64,
+            store=KVStoreConfig(memory_bytes=10_000 << 20, num_tokens=10_000),
+            clock=lambda: self.now,
+        )
+        for _ in range(3 * has_speed):
+            self.place(0, tokens=100)
+            self.router.on_first_token(str(self.number), 0.164)
+            self.router.on_finished(str(self.number), [])
+
+    def place(self, running: int, tokens: int = 400) -> int:
+        """Where a prompt is computed while so many requests run at the decode replica."""
+        self.number += 1
+        stats = {0: EngineStats(kv_blocks=2000), 1: EngineStats(running=running, kv_blocks=2000)}
+        prompt = [self.number] * tokens
+        return self.router.place(asked(str(self.number), prompt), stats, self.places)
+
+    def ask(self, running: int, pause: float, recomputed: int = 16) -> int:
+        """The same; the pause is so long if it is handed over."""
+        number, request_id = self.place(running), str(self.number)
+        self.router.on_first_token(request_id, 0.464)
+        if number == 0:
+            self.router.hand_over(request_id)
+            self.router.on_continued(request_id, recomputed, pause)
+        self.router.on_finished(request_id, [])
+        self.now += 1.0
+        return number
+
+
+def test_a_prompt_is_computed_on_another_host_if_the_pause_is_worth_it() -> None:
+    """At first the pause is assumed: 3.1 s for what takes 0.4 s to compute. Then it is measured, and an old measurement
+    is forgotten."""
+    two = TwoHosts()
+    assert [two.ask(running, 0.05) for running in (0, 4, 8)] == [1, 1, 0]
+    assert [two.ask(running, 0.05) for running in (0, 1, 0)] == [0, 0, 0]
+    for _ in range(20):
+        two.ask(20, 2.0)
+    assert [two.ask(running, 2.0) for running in (0, 2, 6)] == [1, 1, 0]
+    two.now += 600.0
+    assert [two.ask(running, 0.05) for running in (4, 8)] == [1, 0]
+    assert not any(load.open or load.blocks or load.waiting for load in two.router._loads.values())
+
+
+def test_a_replica_that_drains_does_not_make_pauses_look_longer() -> None:
+    """It would, if it was the fastest and they were counted in its tokens."""
+    two = TwoHosts()
+    two.router.on_replica_ready(2)
+    two.router.place(asked("fast", [1] * 100), {2: EngineStats(kv_blocks=2000)})
+    two.router.on_first_token("fast", 0.001)
+    two.router.on_finished("fast", [])
+    assert [two.ask(running, 0.05) for running in (0, 4, 8)] == [1, 1, 0], "as without it"
+
+
+def test_nobody_gains_from_prompts_whose_kv_does_not_come() -> None:
+    """Such as over a slow network: it is tried now and then."""
+    two = TwoHosts()
+    assert [two.ask(20, 1.5, recomputed=400) for _ in range(30)].count(0) in range(2, 5)
+    assert [two.ask(20, 0.05) for _ in range(30)][-10:] == [0] * 10
+
+
+def test_one_prompt_tries_whether_kv_comes_from_another_host() -> None:
+    """Not all of a burst: what does not come is computed twice. The pause of these is short, so that only the loss of
+    KV counts."""
+    assert TwoHosts(has_speed=False).place(20) == 1, "3.1 s are not worth it, however fast the replicas are"
+    two = TwoHosts()
+
+    def burst() -> list[int]:
+        return [two.place(20) for _ in range(8)]
+
+    def end(*, recomputed: int) -> None:
+        """Of all that were handed over."""
+        for request_id, placed in [*two.router._placed.items()]:
+            is_far = placed.replica == 0
+            two.router.on_first_token(request_id, 0.464)
+            if is_far:
+                two.router.hand_over(request_id)
+                two.router.on_continued(request_id, recomputed, 0.1)
+            two.router.on_finished(request_id, [])
+
+    assert burst() == [0] + [1] * 7
+    end(recomputed=400)
+    assert burst() == [1] * 8, "it has lost everything"
+    end(recomputed=16)
+    two.now += 60.0
+    assert burst() == [0] + [1] * 7
+    end(recomputed=16)
+    for _ in range(6):
+        two.ask(20, 0.1)
+    two.now += 60.0
+    assert burst() == [0] * 8
+
+
+def test_replicas_of_the_same_host_come_first_and_only_stores_that_are_read_count() -> None:
+    reads, near = frozenset({"first"}), ReplicaPlace("prefill", "second")
+    router = Router(range(4), cache=CACHE, max_num_seqs=64)
+    places = {
+        0: ReplicaPlace("prefill", "first"),
+        1: near,
+        2: ReplicaPlace("decode", "second", reads),
+        3: ReplicaPlace("decode", "third"),
+    }
+
+    def chosen(number: int, *running: int, used: int = 0, last: int = 2) -> int:
+        stats = {
+            each: EngineStats(running=count, kv_blocks=2000) for each, count in enumerate((*running, 9 * (last != 3)))
+        }
+        stats[1].kv_blocks_used = used
+        replica = router.place(asked(str(number), [number] * 400), stats, places)
+        router.on_finished(str(number), [])
+        return replica
+
+    assert [chosen(number, 0, 0, 5) for number in range(3)] == [1, 1, 1]
+    assert chosen(3, 0, 20, 5) == 0, "the other has less to do"
+    assert chosen(4, 0, 0, 5, used=1990) == 0, "the other has room"
+    assert chosen(5, 0, 0, 50, last=3) == 3, "its store reads from no other"
+
+
 def test_a_prompt_counts_where_it_is_expected_from_the_beginning() -> None:
     places = {0: ReplicaPlace("prefill", "host"), 1: ReplicaPlace("decode", "host"), 2: ReplicaPlace("decode", "host")}
     router = Router(range(3), cache=CACHE, max_num_seqs=64)
@@ -470,7 +599,7 @@ def test_a_prompt_counts_where_it_is_expected_from_the_beginning() -> None:
         assert router._placed[str(number)].pending == BLOCK
         assert router.successor(str(number)) is None
     for number in range(4):
-        router.on_continued(str(number), 16 / 400)
+        router.on_continued(str(number), 16, 0.05)
         router.on_finished(str(number), [1] * 20)
     turn = [3] * 400 + [1] * 20
     assert router.place(asked("turn", turn), idle(3), places) == 2, "it has the conversation"
@@ -502,7 +631,7 @@ def test_a_replica_that_does_not_find_what_was_stored_has_the_prompt_to_compute(
         router.on_first_token(str(number), 0.1)
         router.hand_over(str(number))
         pending.append(router._loads[1].pending)
-        router.on_continued(str(number), 1.0 if number < 10 else 0.04)
+        router.on_continued(str(number), 400 if number < 10 else 16, 0.05)
         assert router._loads[1].pending == 0
         router.on_finished(str(number), [])
     assert (pending[0], pending[1]) == (BLOCK, 80)
