@@ -36,6 +36,7 @@ from quire.engine.cluster.security import Dropped
 from quire.engine.config.engine_config import KVEventsConfig
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.kv_events import (
+    BYTES_HEARD,
     END_OF_REPLAY,
     NOTHING_SENT,
     AllBlocksCleared,
@@ -55,15 +56,15 @@ _LINGER_MS = 1000
 _RETRY_MS = 200
 """Interval at which ports are tried that another server has."""
 _WILDCARDS = ("0.0.0.0", "::")
-_EVENTS_AT_ONCE = 64
-"""Events that are encoded at once, in which time the loop cannot run."""
 _TIER_PAUSE = 0.005
 """Seconds between two slices of news of the tiers."""
 _PART = 4096
 """Blocks in each part of what API processes are sent."""
+_PART_BYTES = 1 << 18
+"""JSON in each part of a snapshot, at least, except the last one."""
 _PART_PAUSE = 0.001
 """Seconds after each part, in which the loop can run."""
-_AHEAD_BYTES = 8 << 20
+_AHEAD_BYTES = 32 * BYTES_HEARD
 """Batches for an API process that it has not taken yet."""
 
 
@@ -288,14 +289,18 @@ class KVEventPublisher:
         )
 
     def _answer(self, call: GetKVEvents) -> None:
-        parts: list[bytes] = []
-        if call.has_blocks:
-            events = list(self._view.events())
-            starts = range(0, len(events), _EVENTS_AT_ONCE)
-            parts += (msgspec.json.encode(events[start : start + _EVENTS_AT_ONCE])[1:-1] for start in starts)
-        content = b"[" + b",".join(parts) + b"]" if call.has_blocks else b""
-        state = KVEventsState(call.call_id, self.source, self._sequence, content, self._replica, self._incarnation)
-        self._reply(call.client, state)
+        def reply(*, has_more: bool) -> None:
+            content, own = b",".join(items), (self._replica, self._incarnation)
+            self._reply(call.client, KVEventsState(call.call_id, self.source, self._sequence, content, has_more, *own))
+
+        items, size = list[bytes](), 0
+        for event in self._view.events() if call.has_blocks else ():
+            items.append(msgspec.json.encode(event))
+            if (size := size + len(items[-1])) >= _PART_BYTES:
+                reply(has_more=True)
+                items, size = [], 0
+                time.sleep(_PART_PAUSE)
+        reply(has_more=False)
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
         """Answer a request for earlier batches. Raises `ValueError` if it is none."""

@@ -5,10 +5,9 @@ such as what an earlier server has left on disk, are announced when a core has l
 long as a tier has an entry of the block.
 
 What may have changed is noted once for all cores, and they are told what is true then: an entry that comes and goes
-meanwhile costs nothing more, and what waits to be told is no more than there are entries. Cores that have not heard of
-all entries since they opened the store are told of them, all together, by a hand that goes round the descriptions.
-Nothing here takes longer the more entries there are: `tell` does `_SLICE` steps of each kind of work, and says whether
-it has to be called again soon.
+meanwhile costs nothing more. Cores that have not heard of all entries since they opened the store are told of them, all
+together, by a hand that goes round the descriptions. Nothing here takes longer the more entries there are: `tell` does
+`_SLICE` steps of each kind of work, and says whether it has to be called again soon.
 """
 
 from __future__ import annotations
@@ -73,8 +72,9 @@ class TierEvents:
         self._free: list[int] = []
         self._hand = (0, 0)
         """Its round, and the next place."""
-        self._untold: OrderedDict[tuple[int, bytes, int], int] = OrderedDict()
-        """Tier, link and kind of entries that may have changed, and the number in events."""
+        self._untold: OrderedDict[tuple[int, bytes, int, int], None] = OrderedDict()
+        """Tier, link and kind of entries that may have changed, and the number in events: what was described again
+        since may have another one."""
         self._turn = 0
         self._unsure: OrderedDict[bytes, int] = OrderedDict()
         """Links of which there may be no entry any more, and since which turn."""
@@ -117,7 +117,7 @@ class TierEvents:
         """An entry may have come to a tier, or left it."""
         if (found := self._described.get(link)) is not None:
             if self._followers:
-                self._untold[tier, link, kind] = found.number
+                self._untold[tier, link, kind, found.number] = None
             self._doubt(link)
 
     def _tiers_of(self, link: bytes) -> list[tuple[int, int]]:
@@ -176,9 +176,9 @@ class TierEvents:
     def _tell_changes(self) -> None:
         message = KVTiersChanged([], [])
         for _ in range(min(len(self._untold), _SLICE)):
-            (tier, link, kind), number = self._untold.popitem(last=False)
+            (tier, link, kind, number), _ = self._untold.popitem(last=False)
             described = self._described.get(link)
-            if described is not None and self._has_entry(tier, link, kind):
+            if described is not None and described.number == number and self._has_entry(tier, link, kind):
                 message.stored.append((tier, kind, number, described.block))
             else:
                 message.removed.append((tier, kind, number))

@@ -16,6 +16,8 @@ GPU = "GPU"
 """vLLM's name of the medium that blocks on the device are on, whatever the device is."""
 CPU, STORAGE = "CPU", "STORAGE"
 """Those of the memory and the disks of a KV store."""
+NEWS_HEARD, BYTES_HEARD = 16, 1 << 18
+"""`KVEventsNews`, and bytes of them, after which an API process says that it has taken them."""
 NOTHING_SENT = -1
 """The sequence number before that of the first batch."""
 END_OF_REPLAY = NOTHING_SENT.to_bytes(8, "big", signed=True)
@@ -113,8 +115,8 @@ class FollowKVEvents(msgspec.Struct, tag=True, array_like=True):
     has_tiers: bool = False
     """Also what the KV store of the replica's host has. All replicas of a host publish the same of that."""
     heard: int = NOTHING_SENT
-    """Number of the last news that the process has taken, of those that it gets already: to be told now and then, as
-    only so many are sent ahead. `NOTHING_SENT`: begin with what the replica has."""
+    """Number of the last news that the process has taken, of those that it gets already: to be told after `NEWS_HEARD`
+    or `BYTES_HEARD`, as only so many are sent ahead. `NOTHING_SENT`: begin with what the replica has."""
 
 
 class KVEventsNews(msgspec.Struct, tag=True, array_like=True):
@@ -133,7 +135,7 @@ class KVEventsNews(msgspec.Struct, tag=True, array_like=True):
 
 
 class KVEventsState(msgspec.Struct, tag=True, array_like=True):
-    """The answer to `GetKVEvents`."""
+    """The answer to `GetKVEvents`, or a part of it."""
 
     call_id: int
     source: KVEventSource | None
@@ -141,6 +143,8 @@ class KVEventsState(msgspec.Struct, tag=True, array_like=True):
     sequence: int = NOTHING_SENT
     """Number of the last batch that it has published."""
     events: bytes = b""
-    """A JSON array of `BlockStored`: the blocks after this batch, parents before their children."""
+    """Items of a JSON array, `BlockStored`: the blocks after this batch, parents before their children."""
+    has_more: bool = False
+    """The next answer to the same call has further items."""
     replica: int = 0
     incarnation: int = 0

@@ -77,8 +77,13 @@ class EventBlock:
 
     @property
     def number(self) -> int:
-        """Its hash in events: the last 64 bits."""
-        return int.from_bytes(self.digest[-8:])
+        """As `event_number`."""
+        return event_number(self.digest)
+
+
+def event_number(digest: bytes) -> int:
+    """Return the hash that a block with this digest has in events: the last 64 bits."""
+    return int.from_bytes(digest[-8:])
 
 
 def root_hash(seed: str) -> bytes:

@@ -12,7 +12,7 @@ from quire.engine.protocol.kv_events import CPU, GPU, STORAGE, AllBlocksCleared,
 from quire.engine.protocol.kv_store import DescribedBlock
 
 _SLICE = 2048
-"""Blocks that are withdrawn at once."""
+"""Blocks that are withdrawn at once, and that one event announces at most."""
 
 
 class DeviceCleared:
@@ -118,7 +118,7 @@ class KVEventsView:
                     done.add(number)
                     number = parent
                 for event in reversed(chain):
-                    if last is None or not last.append(event):
+                    if last is None or len(last.block_hashes) >= _SLICE or not last.append(event):
                         if last is not None:
                             yield last
                         last = event

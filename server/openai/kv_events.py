@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Query, Response
+from fastapi.responses import StreamingResponse
 
-from quire.server.http.errors import ApiError, json_response
+from quire.engine.protocol.kv_events import KVEventsState
+from quire.server.http.errors import ApiError, encode_json, json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.roles import AdminOrLocal
 from quire.server.http.state import AppState
@@ -23,8 +25,8 @@ async def kv_event_sources(state: AppState) -> Response:
 
     Needs an admin key. On a server without keys, clients must be on its host, and no other web pages.
     """
-    found = await state.frontend.client.kv_events()
-    return json_response({str(each.replica): each.source for each in found if each.source is not None})
+    found = await state.frontend.client.calls.kv_events()
+    return json_response({str(each.replica): each.source for each, _ in found if each.source is not None})
 
 
 @router.get("/kv_events/snapshot", dependencies=[AdminOrLocal])
@@ -40,17 +42,24 @@ async def kv_events_snapshot(
 
     Needs an admin key. On a server without keys, clients must be on its host, and no other web pages.
     """
-    found = await state.frontend.client.kv_events(data_parallel_rank, has_blocks=True)
-    if any(each.source is None for each in found):
+    found = await state.frontend.client.calls.kv_events(data_parallel_rank, has_blocks=True)
+    if any(each.source is None for each, _ in found):
         text = "the server publishes no KV events: start it with --kv-events-config"
         raise ApiError(400, text, "kv_events_disabled")
-    snapshots = [
-        {
-            "data_parallel_rank": each.replica,
-            "incarnation": each.incarnation,
-            "sequence": each.sequence,
-            "events": msgspec.Raw(each.events),
+    return StreamingResponse(_snapshots(found), media_type="application/json")
+
+
+async def _snapshots(found: Sequence[tuple[KVEventsState, list[bytes]]]) -> AsyncIterator[bytes]:
+    """The body in parts, as there may be hundreds of megabytes."""
+    start = b'{"snapshots":['
+    for state, parts in found:
+        known = {
+            "data_parallel_rank": state.replica,
+            "incarnation": state.incarnation,
+            "sequence": state.sequence,
         }
-        for each in found
-    ]
-    return json_response({"snapshots": snapshots})
+        yield start + encode_json(known)[:-1] + b',"events":['
+        for at, part in enumerate(parts):
+            yield b"," * bool(at) + part
+        start = b"]},"
+    yield b"]}]}" if found else start + b"]}"

@@ -115,7 +115,7 @@ class Frontend:
         self.adapters = AdapterRegistry(
             config.model,
             adapters or AdapterSettings((name,)),
-            self.client.prepare_adapter,
+            self.client.calls.prepare_adapter,
             self.client.pin_adapters,
             is_enabled=config.lora is not None,
             metrics=self.metrics.adapters,
@@ -280,7 +280,7 @@ class Frontend:
 
         Raises `EngineUnavailable`.
         """
-        return await self.client.reset_prefix_cache(clears_stores=resets_stores)
+        return await self.client.calls.reset_prefix_cache(clears_stores=resets_stores)
 
     async def probe(self) -> None:
         """Return when the engine loop and every rank have answered; raises `EngineUnavailable` if they do not."""

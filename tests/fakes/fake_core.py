@@ -209,9 +209,10 @@ class FakeCore:
                 if not self.is_mute:
                     self.send(client, RequestList(call_id, infos, len(found), self.replica, self.incarnation))
             case GetKVEvents(client, call_id, has_blocks):
-                source, blocks = self.kv_source, b'[{"type": "BlockStored"}]' if has_blocks else b""
-                state = KVEventsState(call_id, source, 7 + self.replica, blocks, self.replica, self.incarnation)
-                self.send(client, state)
+                for has_more in (True, False) if has_blocks else (False,):
+                    content, own = b'{"type": "BlockStored"}' * has_blocks, (self.replica, self.incarnation)
+                    state = KVEventsState(call_id, self.kv_source, 7 + self.replica, content, has_more, *own)
+                    self.send(client, state)
             case ResetPrefixCache(client, call_id, clears_store):
                 error = "the KV store is not up" if clears_store else ""
                 self.send(client, PrefixCacheReset(call_id, error, self.replica, self.incarnation))

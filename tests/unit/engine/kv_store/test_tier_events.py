@@ -138,3 +138,25 @@ def test_a_core_that_hangs_is_not_sent_more_and_more() -> None:
     tiers.events.hear(0, 112)
     tiers.tell_all()
     assert tiers.known[b"0"] == tiers.announced == {(MEMORY, 0, 7)}
+
+
+def test_a_block_that_comes_back_with_another_number_leaves_nothing_behind() -> None:
+    """Its adapter has two names, by which its number is computed. Before its removal is told, it is forgotten."""
+    tiers, others = Tiers(), range(100, 100 + 2 * _SLICE)
+    tiers.events.follow(0, b"0")
+    tiers.describe(*others, 1)
+    tiers.change(MEMORY, 1)
+    tiers.tell_all()
+    for link in others:
+        for kind in range(KINDS):
+            tiers.change(MEMORY, link, kind)
+    tiers.change(MEMORY, 1)
+    for _ in range(2):
+        tiers.events.begin_turn()
+    for _ in range(3):
+        tiers.tell()
+    assert tiers.events.num_described == len(others)
+    tiers.events.describe(DescribeKV([b"1"], [2], [b"block"]))
+    tiers.change(MEMORY, 1)
+    tiers.tell_all()
+    assert {each for each in tiers.known[b"0"] if each[2] < 100} == {(MEMORY, 0, 2)}

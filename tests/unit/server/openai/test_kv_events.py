@@ -32,7 +32,8 @@ async def test_routers_learn_where_replicas_publish_and_what_they_have(config: E
         }
         snapshots = (await server.http.get("/kv_events/snapshot")).json()["snapshots"]
         expected = [
-            {"data_parallel_rank": rank, "sequence": 7 + rank, "events": [{"type": "BlockStored"}]} for rank in (0, 1)
+            {"data_parallel_rank": rank, "sequence": 7 + rank, "events": [{"type": "BlockStored"}] * 2}
+            for rank in (0, 1)
         ]
         assert [each.pop("incarnation") >= 0 for each in snapshots] == [True, True]
         assert snapshots == expected
