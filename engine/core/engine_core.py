@@ -399,8 +399,8 @@ class EngineCore:
             raise WorkerError(f"{ranks_text(silent)} did not copy KV for {seconds:g} s (--watchdog-seconds)")
 
     def receive(self) -> None:
-        """Handle all received messages; when idle, wait for one, and check the ranks meanwhile. Then end what waits for
-        adapters that take too long to read."""
+        """Handle all received messages; when idle, check the ranks, as no step does, and wait up to a second for one.
+        Then end what waits for adapters that take too long to read."""
         transfers, timeout = self.scheduler.kv_transfers, HEARTBEAT_SECONDS
         idle = not (self.in_flight or self.scheduler.has_work or self.has_calls)
         if self.wave is not None:
@@ -410,6 +410,7 @@ class EngineCore:
         elif not (idle or self.could_run or self.has_calls) and transfers.holds_blocks and not transfers.has_changes:
             idle, timeout = True, _COPY_WAIT
         if idle:
+            self.executor.check()
             self.expect(self.config.parallel.watchdog_seconds, 2 * HEARTBEAT_SECONDS)
         while not (self.stopping and self.may_stop):
             try:
@@ -417,16 +418,11 @@ class EngineCore:
                 self.handle(self.io.inbox.get(block=idle, timeout=limit))
                 idle = False
             except Empty:
-                late = self.scheduler.adapters.overdue()
-                for answer in late:
+                for answer in self.scheduler.adapters.overdue():
                     self.on_adapter(answer)
                 transfers.poll()
                 self.check_copies()
-                if late or not idle or self.stopping or self.scheduler.has_work:
-                    return
-                self.executor.check()
-                self.expect(self.config.parallel.watchdog_seconds, 2 * HEARTBEAT_SECONDS)
-                self.send()
+                return
 
     def handle(self, message: Inbound) -> None:
         match message:

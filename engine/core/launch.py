@@ -110,6 +110,7 @@ def prepared_core(options: EngineOptions) -> Iterator[None]:
     ranks = (options.prefill_tensor_parallel_size or options.tensor_parallel_size) * (  # of replica 0
         options.prefill_pipeline_parallel_size or options.pipeline_parallel_size
     )
+    ranks *= options.prefill_context_parallel_size
     has_model = ranks == 1 and backend in ("auto", "uni")
     _prepared.append(start_imports(_CORE, *[_WORKER] * has_model))
     try:

@@ -8,7 +8,7 @@ import resource
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +84,8 @@ class FakeExecutor:
         self.levels: list[LogLevel] = []
         self.reloads: list[Reload] = []
         self.wire, self.model, self.script, self.dies_at = core_wire, model, script, dies_at
+        self.failure: WorkerError | None = None
+        """What `check` finds."""
 
     def submit(self, plan: SchedulerOutput, limit: float) -> Step:
         for message in self.script.get(plan.step, []):
@@ -93,7 +95,8 @@ class FakeExecutor:
         return Step(self.model.execute(plan))
 
     def check(self) -> None:
-        raise WorkerError("rank 1 was killed by SIGKILL")
+        if self.failure is not None:
+            raise self.failure
 
     def set_log_level(self, level: LogLevel) -> None:
         self.levels.append(level)
@@ -481,8 +484,25 @@ def test_a_rank_that_stops_copying_kv_ends_the_core_while_steps_go_on(monkeypatc
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
     core = core_with({}, [])
-    wire_of(core).inbox.put(RankEnded())
+    core.executor.failure = WorkerError("rank 1 was killed by SIGKILL")  # type: ignore[attr-defined]
     with pytest.raises(WorkerError, match="rank 1 was killed"):
+        core.handle(RankEnded())
+
+
+def test_a_rank_that_hangs_while_nothing_runs_is_noticed_beside_messages() -> None:
+    """The KV store tells its state every second, so that waiting for a message may never time out."""
+    core = core_with({}, [])
+    messages = iter([AbortRequests([])] * 3 + [Shutdown()])
+
+    class Inbox(SimpleQueue[Inbound]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Inbound:
+            if not block:
+                raise Empty
+            core.executor.failure = WorkerError("rank 1 did not respond for 10 s")  # type: ignore[attr-defined]
+            return next(messages)
+
+    wire_of(core).inbox = Inbox()
+    with pytest.raises(WorkerError, match="rank 1 did not respond"):
         core.run()
 
 
