@@ -192,6 +192,12 @@ def test_a_drain_has_the_servers_default() -> None:
 MODELS = {"a": {"config": {"model": "org/a"}}, "b": {"config": {"model": "org/b"}}}
 
 
+def events(kv_events_config: Any, **config: Any) -> Manifest:
+    """Values with KV events to which all may subscribe."""
+    config = {"kv-events-config": kv_events_config, **config}
+    return {"config": config, "networkPolicy": {"kvEvents": {"from": [{"podSelector": {}}]}}}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -230,6 +236,12 @@ MODELS = {"a": {"config": {"model": "org/a"}}, "b": {"config": {"model": "org/b"
         ({"autoscaling": {"by": "keda", "minReplicas": 0}}, "minReplicas: 0 needs .* modelSpec"),
         ({"autoscaling": {"by": "hpa", "minReplicas": 0}, "modelSpec": MODELS}, "autoscaling.by: keda"),
         ({"autoscaling": {"by": "hpa", "minReplicas": 5}}, "maxReplicas: 4 is below autoscaling.minReplicas: 5"),
+        (events(None), "kvEvents.from: there are no ports to open"),
+        (events({"enable_kv_cache_events": False}), "kvEvents.from: there are no ports to open"),
+        (events({"enable_kv_cache_events": True, "publisher": "null"}), "kvEvents.from: there are no ports to open"),
+        (events("/etc/events.json"), "kv-events-config: networkPolicy.kvEvents needs its fields"),
+        (events({"enable_kv_cache_events": True}, port=5560), "config.port: 5560 is one of the ports"),
+        (events({"enable_kv_cache_events": True}, **{"kv-peer-port": 5564}), "config.kv-peer-port: 5564 is one of"),
         ({"ingress": {"enabled": True}}, "ingress.enabled: name a host in ingress.hosts"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.enabled: name a Gateway in httpRoute.parentRefs"),
         ({"modelSpec": {"a": {"model": "org/a"}}}, "modelSpec/a"),
@@ -270,6 +282,39 @@ def test_traces_may_leave(endpoint: str | None, ports: list[int]) -> None:
     rules = find(render({"config": {"otlp-traces-endpoint": endpoint}}), "NetworkPolicy")["spec"]["egress"]
     opened = [port["port"] for rule in rules if "to" not in rule for port in rule["ports"]]
     assert opened == [53, 53, 443, *ports]
+
+
+@pytest.mark.parametrize(
+    ("config", "ports"),
+    [
+        ({"kv-events-config": '{"enable_kv_cache_events": true}'}, [(5557, 5560)]),
+        (
+            {
+                "kv_events_config": {"endpoint": "tcp://[::]:7000", "replay_endpoint": "tcp://*:65533"},
+                "kv-events-config.enable_kv_cache_events": True,
+                "port": 5557,
+            },
+            [(7000, 7003), (65533, 65535)],
+        ),
+        (
+            {
+                "kv-events-config": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/x"},
+                "kv-events-config.replay_endpoint": "tcp://*:9",
+            },
+            [(9, 12)],
+        ),
+    ],
+)
+def test_routers_may_subscribe_to_kv_events(config: Manifest, ports: list[tuple[int, int]]) -> None:
+    routers = [{"podSelector": {"matchLabels": {"app": "router"}}}]
+    values = {"config": config, "networkPolicy": {"kvEvents": {"from": routers, "replicas": 4}}}
+    manifests = render(values)
+    assert errors(manifests) == []
+    opened = [{"port": first, "endPort": last, "protocol": "TCP"} for first, last in ports]
+    rules = find(manifests, "NetworkPolicy")["spec"]["ingress"]
+    assert {"from": routers, "ports": opened} in rules
+    closed = find(render({"config": config}), "NetworkPolicy")["spec"]["ingress"]
+    assert len(closed) == len(rules) - 1
 
 
 def test_network_policies_take_rules() -> None:

@@ -57,6 +57,21 @@
 {{- if eq (include "quire.scheme" .) "https" }}{{ fail "gateway.enabled: the endpoint picker reads metrics without TLS; omit config.ssl-certfile" }}{{ end }}
 {{- if .model }}{{ fail "gateway.enabled with modelSpec: use one release for each model" }}{{ end }}
 {{- end }}
+{{- if and .Values.networkPolicy.enabled .Values.networkPolicy.kvEvents.from }}
+{{- $first := include "quire.kvEventsPorts" . | fromJsonArray }}
+{{- if not $first }}
+{{- fail "networkPolicy.kvEvents.from: there are no ports to open; enable events in config.kv-events-config, with ports in its endpoints" }}
+{{- end }}
+{{- range $key, $port := merge (dict "port" (include "quire.port" .)) .Values.config }}
+{{- if regexMatch "(^|-)port$" (include "quire.flagName" $key) }}
+{{- range $first }}
+{{- if and (ge (int $port) (int .)) (lt (int $port) (int (add . $.Values.networkPolicy.kvEvents.replicas))) }}
+{{- fail (printf "config.%s: %d is one of the ports that networkPolicy.kvEvents opens, from %d on for %d replicas; choose another, or set networkPolicy.kvEvents.replicas" $key (int $port) (int .) (int $.Values.networkPolicy.kvEvents.replicas)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- with .Values.autoscaling }}
 {{- if and .by (lt (int .maxReplicas) (int .minReplicas)) }}
 {{- fail (printf "autoscaling.maxReplicas: %d is below autoscaling.minReplicas: %d" (int .maxReplicas) (int .minReplicas)) }}

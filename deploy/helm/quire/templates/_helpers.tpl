@@ -66,6 +66,25 @@ values. Keys of `config` have dashes there.
 {{- kindIs "slice" $names | ternary $names (list $names) | toJson }}
 {{- end }}
 
+{{- /*
+The ports of KV events of replica 0, as a JSON list. `config.kv-events-config` may be JSON, a mapping, or keys with a dot.
+*/}}
+{{- define "quire.kvEventsPorts" -}}
+{{- $events := index .Values.config "kv-events-config" | default dict }}
+{{- if kindIs "string" $events }}{{ $events = fromJson $events }}{{ end }}
+{{- if hasKey $events "Error" }}{{ fail "config.kv-events-config: networkPolicy.kvEvents needs its fields here, as JSON or YAML" }}{{ end }}
+{{- range $key, $value := .Values.config }}
+{{- with regexFind "^kv[-_]events[-_]config[.].+" $key }}{{ $events = set (deepCopy $events) (splitList "." . | last) $value }}{{ end }}
+{{- end }}
+{{- $ports := list }}
+{{- if and (eq (toString $events.enable_kv_cache_events) "true") (ne (toString $events.publisher) "null") }}
+{{- range list ($events.endpoint | default "tcp://*:5557") ($events.replay_endpoint | default "") }}
+{{- with regexFind "^tcp:.*:[1-9][0-9]*$" . }}{{ $ports = append $ports (splitList ":" . | last | int) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- toJson $ports }}
+{{- end }}
+
 {{- define "quire.scalesToZero" -}}
 {{- if and .Values.autoscaling.by (eq (int .Values.autoscaling.minReplicas) 0) }}true{{ end }}
 {{- end }}

@@ -38,6 +38,17 @@ spec:
         - podSelector:
             matchLabels:
               {{- include "quire.selector" . | nindent 14 }}
+    {{- with .Values.networkPolicy.kvEvents.from }}
+    # KV events. Each replica has ports of its own.
+    - from:
+        {{- toYaml . | nindent 8 }}
+      ports:
+        {{- range include "quire.kvEventsPorts" $ | fromJsonArray }}
+        - port: {{ int . }}
+          endPort: {{ add . $.Values.networkPolicy.kvEvents.replicas | add -1 | min 65535 }}
+          protocol: TCP
+        {{- end }}
+    {{- end }}
     {{- with .Values.networkPolicy.extraIngress }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
