@@ -21,6 +21,8 @@ from tests.chaos.system import Layout, System, system
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes, as seen by the parent of a process and by a shell."""
+_TIERS_SECONDS = 60.0
+"""Time after the last fault for tokens to be loaded from all tiers."""
 
 
 @dataclass
@@ -127,7 +129,7 @@ def run(
                     _wait_for_answers(load, attacked, every)
                     _inject(name, Attack(attacked, load, random.Random(fault_seed)), report, told)
                 if layout.has_tiers:
-                    told(_check_tiers(attacked, report))
+                    told(_check_tiers(attacked, load, report))
                 told("parent killed")
                 load.cut_all()
                 attacked.parent.kill()
@@ -172,16 +174,23 @@ def _drain(attacked: System, load: Load, every: int, report: Report, told: Calla
     report.leftovers += attacked.leftovers()
 
 
-def _check_tiers(attacked: System, report: Report) -> str:
-    """Note a tier that has had no part in the run, and return how many tokens came from each."""
+def _check_tiers(attacked: System, load: Load, report: Report) -> str:
+    """Note a tier that has no part in the run, and return how many tokens came from each since the last core started,
+    which may have been a moment ago."""
     host, port = attacked.address
-    text = httpx.get(f"http://{host}:{port}/metrics", timeout=60).text
-    found = dict.fromkeys(("host", "disk"), 0)
     metric = r'quire:prompt_tokens_cached_by_source_total\{.*source="(host|disk)".*\} (\S+)'
-    for source, count in re.findall(metric, text):
-        found[source] += int(float(count))
-    handed_over = sum(float(count) for count in re.findall(r"quire:requests_handed_over_total\{.*\} (\S+)", text))
-    found |= {"handed-over requests": int(handed_over)} if attacked.layout.has_roles else {}
+    deadline = time.monotonic() + _TIERS_SECONDS
+    while True:
+        with load.inside():
+            text = httpx.get(f"http://{host}:{port}/metrics", timeout=60).text
+        found = dict.fromkeys(("host", "disk"), 0)
+        for source, count in re.findall(metric, text):
+            found[source] += int(float(count))
+        handed_over = sum(float(count) for count in re.findall(r"quire:requests_handed_over_total\{.*\} (\S+)", text))
+        found |= {"handed-over requests": int(handed_over)} if attacked.layout.has_roles else {}
+        if all(found.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
     report.problems += [f"no tokens were loaded from {source}" for source, count in found.items() if not count]
     return f"loaded tokens: {found}"
 

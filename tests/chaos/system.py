@@ -100,12 +100,14 @@ LAYOUTS = {
             ("-tp", "2", "-pp", "2", "--nnodes", "2", "--cluster-timeout-seconds", "5"),
             (("--node-rank", "1", "--headless"),),
             "--master-addr",
+            has_tiers=True,
         ),
         Layout(
             "nodes-dp2",
             ("-pp", "2", "-dp", "2", "--nnodes", "4", "--cluster-timeout-seconds", "5"),
             tuple(("--node-rank", str(node), "--headless") for node in (1, 2, 3)),
             "--master-addr",
+            has_tiers=True,
         ),
         Layout(
             "pictures",

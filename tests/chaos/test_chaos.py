@@ -39,6 +39,7 @@ pytestmark = pytest.mark.slow
             "prefill-decode",
             ["kill core twice", "stop core", "pause core", "kill rank", "kill core and kv store", "change roles"],
         ),
+        ("nodes", ["cut", "lose host", "kill rank", "kill kv store", "stop kv store"]),
         ("hosts", ["cut", "long cut", "lose host", "slow cable", "kill cores", "leave"]),
     ],
 )

@@ -84,7 +84,7 @@ class Door(ThreadingHTTPServer):
 @pytest.fixture(scope="module")
 def door() -> Iterator[Door]:
     length = "32768"
-    overrides = json.dumps({"max_position_embeddings": int(length)})
+    overrides = json.dumps({"text_config": {"max_position_embeddings": int(length)}})
     with (
         serve("--api-key", "secret", "--max-model-len", length, "--hf-overrides", overrides) as server,
         Door(server.url) as door,

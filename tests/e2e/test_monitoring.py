@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 import re
 import shutil
 import socket
@@ -134,16 +135,17 @@ def server_with_gpu() -> Iterator[str]:
 
 @contextlib.contextmanager
 def load(servers: list[Server]) -> Iterator[None]:
-    """Clients that send requests until the end; later ones wait in the queue."""
-    ended = threading.Event()
+    """Clients that send requests until the end; later ones wait in the queue. The last server gets long prompts."""
+    ended, rng = threading.Event(), random.Random(0)
 
     def ask(server: Server) -> None:
         with httpx.Client(base_url=server.url, timeout=120) as client:
             while not ended.is_set():
-                body = {"prompt": "The KV cache", "max_tokens": 40, "ignore_eos": True, "n": 2}
+                prompt = rng.choices(range(300, 1500), k=300) if server is servers[-1] else "The KV cache"
+                body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "n": 2}
                 client.post("/v1/completions", json=body).raise_for_status()
 
-    threads = [threading.Thread(target=ask, args=[server]) for server in servers for _ in range(3)]
+    threads = [threading.Thread(target=ask, args=[server]) for server in (*servers[:-1] * 3, servers[-1])]
     for thread in threads:
         thread.start()
     try:
@@ -165,12 +167,14 @@ def test_every_query_of_every_dashboard_and_rule_has_data(tmp_path: Path, monkey
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write_mixture(tmp_path / "mixture")
     common = ("--served-model-name", NAME, "--max-model-len", "256", "--max-num-seqs", "4")
+    roles = ("--prefill-replicas", "1", "--decode-replicas", "1", "--max-model-len", "512")
     experts = ("-dp", "2", "--enable-expert-parallel", "--enable-eplb", "--eplb-step-interval", "20")
     tiers = ("--kv-offloading-size", "0.1", "--kv-disk", f"{tmp_path}/kv:0.1")
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(serve("-tp", "2", "-pp", "2", *common)),
             stack.enter_context(serve(str(tmp_path / "mixture"), *experts, *tiers, *common)),
+            stack.enter_context(serve(*common, *roles)),
         ]
         targets = [*(urlsplit(server.url).netloc for server in servers), stack.enter_context(server_with_gpu())]
         (tmp_path / "prometheus").mkdir()
@@ -181,7 +185,7 @@ def test_every_query_of_every_dashboard_and_rule_has_data(tmp_path: Path, monkey
             missing = {name: query for name, query in missing.items() if not database.values(query)}
             time.sleep(1)
         assert not missing
-        assert database.values("sum(up)") == [3]
+        assert database.values("sum(up)") == [4]
         (group,) = database.get("/api/v1/rules")["groups"]
         assert {(rule["health"], rule.get("lastError", "")) for rule in group["rules"]} == {("ok", "")}
         check_series(database, targets)
@@ -189,8 +193,8 @@ def test_every_query_of_every_dashboard_and_rule_has_data(tmp_path: Path, monkey
 
 
 def check_series(database: Prometheus, targets: list[str]) -> None:
-    """The metrics of the two servers match their layouts, and the aliases have the same values."""
-    one, two, _ = targets
+    """The metrics of the servers match their layouts, and the aliases have the same values."""
+    one, two, *_ = targets
     groups = 'count by (group) (quire:rank_communication_seconds_total{instance="%s"} > 0)'
     with_time = {
         instance: {each["metric"]["group"] for each in database.get("/api/v1/query", query=groups % instance)["result"]}
@@ -228,6 +232,6 @@ def check_panels_tell_servers_apart(database: Prometheus, targets: list[str]) ->
         for instance, engine, stage in (
             (targets[0], "0", "0"),
             (targets[0], "0", "1"),
-            *((targets[1], e, "0") for e in "01"),
+            *((target, e, "0") for target in targets[1:3] for e in "01"),
         )
     }

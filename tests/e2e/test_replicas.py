@@ -258,7 +258,8 @@ KEY = {"Authorization": "Bearer none"}
 def test_replicas_are_added_and_removed_under_open_streams(expected: tuple[list[str], list[str]]) -> None:
     """Unfinished requests go on elsewhere; replicas that have time to finish are in
     tests/integration/server/client/test_engine_client_replicas.py."""
-    with serve("--api-server-count", "2", "--admin-key", "none") as server:
+    room = ("--kv-cache-memory-bytes", str(1 << 29))
+    with serve("--api-server-count", "2", "--admin-key", "none", *room) as server:
         processes = [process.pid for process in server.family() if process.name().startswith("quire-api")]
 
         async def resize(count: int, **body: object) -> None:

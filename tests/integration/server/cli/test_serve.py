@@ -65,14 +65,15 @@ FLAGS = """
 --no-log-prompts --no-media-fetch --no-public-metrics --no-restart --no-return-tokens-as-token-ids
 --no-strict-parameters --no-takeover --no-trust-remote-code --no-trust-request-chat-template --no-trust-weights --no-ui
 --no-vllm-metrics --node-rank --num-redundant-experts --optimize --otlp-traces-endpoint --override-generation-config
---packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --prefill-pipeline-parallel-size
+--packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --prefill-context-parallel-size
+--prefill-pipeline-parallel-size
 --prefill-replicas --prefill-tensor-parallel-size --public-metrics --quantization --reasoning-parser --request-timeout
 --restart --return-tokens-as-token-ids --revision --root-path --runner --scheduling-policy --seed --served-model-name
 --shutdown-timeout --spec-method --spec-model --spec-tokens --speculative-config --ssl-ca-certs --ssl-cert-reqs
 --ssl-certfile --ssl-keyfile --strict-parameters --structured-outputs-fallback --takeover --tensor-parallel-size
 --timeout-keep-alive --tokenizer --tool-call-parser --torch-profiler-dir --trust-remote-code
 --trust-request-chat-template --trust-weights --uds --ui --vllm-metrics --watchdog-seconds -asc -dcp -dp -dpa -dpl -dpp
--dpr -h -pp -q -sc -tp
+-dpr -h -pcp -pp -q -sc -tp
 """
 
 RUN = """

@@ -38,7 +38,7 @@ def test_help_shows_the_common_flags_and_where_the_others_are(show: Show) -> Non
     assert {"--port", "--tensor-parallel-size", "--max-model-len", "--api-key"} < flags(text)
     assert "--block-size" not in text
     assert len(flags(text)) < 20
-    assert "parallel (11)" in text
+    assert "parallel (12)" in text
     assert "quire serve --help=GROUP" in text
     found = find_groups(build_parser().parse_args(["serve"]).parser)
     counted = {title: int(count) for title, count in re.findall(r"^  ([\w-]+) \((\d+)\)", text, flags=re.M)}

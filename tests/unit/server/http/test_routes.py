@@ -348,6 +348,7 @@ async def test_the_replicas_are_listed(server: Server) -> None:
                 "reason": None,
                 "last_death": None,
                 "tensor_parallel_size": 1,
+                "prefill_context_parallel_size": 1,
                 "stages": [[0, 5]],
             }
         ],
