@@ -10,7 +10,7 @@ The second command is a smoke test. The servers have a checkpoint of random weig
   when a conversation goes on, the device has evicted it. Without tiers, with memory for all (`tiers`), and vLLM with
   its native offload to the CPU's memory. `computed`: prompt tokens that were computed (`vllm:prompt_tokens_by_source`
   of `/metrics`) of all that were sent; TTFT is that of the turns after the first. `same`: conversations whose tokens
-  are those without tiers.
+  are those without tiers, for which `again` is the measure: other batches round otherwise.
 - **idle**: other prompts in each round, which no tier can have, on a server with tiers and one without, in turns: what
   tiers cost where they bring nothing.
 - **restart**: TTFT of prompts on a server that starts with the disk tier that an earlier one has filled (`warm`), and
@@ -46,6 +46,8 @@ _BLOCK = 32
 _CAUSE = re.compile(r" ERROR .*\] (\w*Error: .*)")
 """An error in vLLM's log."""
 _DISK_GIB = 4
+_SETTLE_SECONDS = 0.3
+"""Time in which a server stores what it has just computed."""
 _INDEX_SECONDS = 60.0
 """Time for a server to find what its disk tier has."""
 
@@ -64,6 +66,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
     memory = ["--kv-offloading-size", str(options.memory)]
     found = [
         Case("quire", peers.Quire),
+        Case("quire, again", peers.Quire),
         Case("quire, tiers", peers.Quire, memory),
         Case("vllm", peers.Vllm),
         Case("vllm, native offload", peers.Vllm, [*memory, "--kv-offloading-backend", "native"]),
@@ -211,32 +214,40 @@ def _cause(log: Path, failure: Exception) -> str:
 
 
 async def idle(bench: Bench) -> dict[str, dict[str, Any]]:
-    """Output tokens per second and median TTFT of new prompts, with tiers beside without."""
+    """Output tokens per second, median TTFT and processor time of new prompts, with tiers beside without."""
     options = bench.options
     names = {"without": [], "tiers": ["--kv-offloading-size", str(options.memory)]}
     servers = {name: bench.server(Case(f"idle {name}", peers.Quire, flags)) for name, flags in names.items()}
     rates: dict[str, list[float]] = {name: [] for name in servers}
     ttfts: dict[str, list[float]] = {name: [] for name in servers}
+    times: dict[str, list[float]] = {name: [] for name in servers}
     size = (options.batch, options.first, options.output)
     try:
         for server in servers.values():
             await bench.start(server)
         for number in range(-1, options.rounds):  # the first is a warm-up
             for name in list(servers)[:: -1 if number % 2 else 1]:
-                server = servers[name]
+                server, before = servers[name], servers[name].cpu_seconds()
                 measured = figures(await load.run(server.address, bench.prompts.workload(server, f"{number}", size)))
+                await asyncio.sleep(_SETTLE_SECONDS)
                 if number >= 0:
                     rates[name].append(measured.throughput)
                     ttfts[name].append(measured.ttft)
+                    times[name].append(server.cpu_seconds() - before)
     finally:
         for server in servers.values():
             server.stop()
-    pairs = zip(rates["tiers"], rates["without"], strict=True)
     found = {
-        name: {"tokens_per_s": statistics.median(rates[name]), "ttft_ms": statistics.median(ttfts[name]) * 1e3}
+        name: {
+            "tokens_per_s": statistics.median(rates[name]),
+            "ttft_ms": statistics.median(ttfts[name]) * 1e3,
+            "cpu_s": statistics.median(times[name]),
+        }
         for name in servers
     }
-    found["tiers"]["speed_ratio"] = statistics.median(mine / other for mine, other in pairs)
+    for column, each in (("speed_ratio", rates), ("cpu_ratio", times)):
+        pairs = zip(each["tiers"], each["without"], strict=True)
+        found["tiers"][column] = statistics.median(mine / other for mine, other in pairs)
     print("idle", json.dumps(found, indent=1), file=sys.stderr, flush=True)
     return found
 
@@ -310,10 +321,11 @@ def document(bench: Bench, results: dict[str, dict[str, dict[str, Any]]]) -> str
         f"answer; {total:,} tokens at the end, of which the device has room for {bench.device_tokens:,}. The tiers "
         f"have {options.memory:g} GiB of memory. `computed`: prompt tokens computed of those `sent`; TTFT of the turns "
         "after the first. A `ratio` is to the same server without tiers. `same`: conversations with the same tokens "
-        "as without tiers; a random model's answers also change with the rounding of batches.",
+        "as without tiers, for which `again` is the measure: other batches round otherwise.",
         "idle": f"{options.batch} new prompts of {options.first} tokens, {options.output} tokens out, all at once, "
-        f"{options.rounds} rounds in turns. `speed_ratio`: the median of the rounds' ratios of output tokens per "
-        "second.",
+        f"{options.rounds} rounds in turns. `cpu_s`: processor time of all processes, which depends less on what else "
+        "the machine does. `speed_ratio`, `cpu_ratio`: medians of the rounds' ratios of output tokens per second and "
+        "of processor time.",
         "restart": f"{options.prompts} prompts of {peers.MAX_TOKENS * 3 // 4} tokens, one after the other. `warm`: the "
         "server has been started again with the disk tier of the one before (`cold`).",
     }
@@ -362,7 +374,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.1, help="of all conversations' KV that the device has")
     parser.add_argument("--memory", type=float, default=1.0, metavar="GIB", help="memory of the tiers")
     parser.add_argument("--batch", type=int, default=8, help="requests at once of the part `idle`")
-    parser.add_argument("--rounds", type=int, default=9, help="of the part `idle`")
+    parser.add_argument("--rounds", type=int, default=25, help="of the part `idle`")
     parser.add_argument("--prompts", type=int, default=4, help="of the part `restart`")
     parser.add_argument("--threads", type=int, default=2, help="of every server")
     parser.add_argument("--start-limit", type=float, default=420, metavar="SECONDS")

@@ -444,14 +444,14 @@ class Server:
             port = free.getsockname()[1]
         self.address = Address(port, peer.path)
         launch = peer.launch(model, precision, port, threads)
-        self._launch = Launch([*launch.command, *arguments], launch.environment)
+        self.launch = Launch([*launch.command, *arguments], launch.environment)
         self._threads = threads
         self._process: psutil.Popen | None = None
 
     @property
     def command(self) -> str:
         """The command for a reader to repeat, without this machine's folders."""
-        launch = self._launch
+        launch = self.launch
         ours = [f"{name}={value}" for name, value in launch.environment.items() if name != "PYTHONPATH"]
         shared = str(self.model.parent.parent)
         return " ".join([*ours, *(_portable(part, shared) for part in launch.command)])
@@ -464,12 +464,12 @@ class Server:
 
         Raises `RequestFailed` with the end of its log if it exits or takes longer than `limit`.
         """
-        environment = _environment(Path(self._launch.command[0])) | self._launch.environment
+        environment = _environment(Path(self.launch.command[0])) | self.launch.environment
         environment |= {"OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
         begun = time.perf_counter()
         with self._log.open("w") as log:
             self._process = psutil.Popen(
-                list(self._launch.command),
+                list(self.launch.command),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -521,13 +521,14 @@ class Server:
 
     async def idle_share(self, seconds: float = 1.0) -> float:
         """The cores kept busy while idle; also sets `spins`."""
-        before = self._cpu_seconds()
+        before = self.cpu_seconds()
         await asyncio.sleep(seconds)
-        share = (self._cpu_seconds() - before) / seconds
+        share = (self.cpu_seconds() - before) / seconds
         self.spins = share > 0.05 and not self.peer.has_watchdog
         return share
 
-    def _cpu_seconds(self) -> float:
+    def cpu_seconds(self) -> float:
+        """The processor time of the whole process tree since its start."""
         total = 0.0
         for process in self._tree():
             with contextlib.suppress(psutil.Error):

@@ -7,7 +7,10 @@
 after the other, to which it wants short answers. All servers have the same checkpoint of random weights, and two ranks:
 
 - one replica of both (`-tp 2`), and two replicas, with chunked prefill alone;
-- a prefill replica and a decode replica.
+- a prefill replica and a decode replica;
+- the same, as if on two hosts: each has a KV store of its own, and one reads from the other at a loopback address;
+- two servers that know nothing of each other, of which one gets the streams and the other one the prompts: what ranks
+  cost each other that have only the machine in common, its memory, clients and API processes.
 
 `itl_ms` and `itl_p99_ms`: time between two tokens of the streams, without prompts (`quiet_…`) and with; `p99_ratio` of
 these. `ttft_ms` is the prompts'. `handed_over`: prompts that changed replicas, of all; of these, `handover_ms`, the
@@ -21,12 +24,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import re
+import socket
 import statistics
+import subprocess
 import sys
 import textwrap
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +49,8 @@ CASES = {
     "1 replica, -tp 2": ["--tensor-parallel-size", "2"],
     "2 replicas": ["--data-parallel-size", "2"],
     "1 prefill, 1 decode": ["--prefill-replicas", "1", "--decode-replicas", "1"],
+    "1 prefill, 1 decode, 2 hosts": ["--prefill-replicas", "1", "--decode-replicas", "1", "-dpl", "1"],
+    "2 servers": [],
 }
 _SHORT = 32
 """Tokens of the prompts of streams."""
@@ -64,8 +74,8 @@ class Bench:
         self.prompts = Prompts(make_checkpoint(self.shape, options.cache))
         self.version = ""
 
-    def server(self, name: str) -> peers.Server:
-        """Raises `RequestFailed` if Quire is not installed."""
+    def server(self, name: str, number: int) -> peers.Server:
+        """The server with this number in a case. Raises `RequestFailed` if Quire is not installed."""
         options, peer = self.options, peers.find(peers.Quire, None)
         if peer is None:
             raise RequestFailed(f"not installed: {peers.Quire.remedy}")
@@ -76,9 +86,31 @@ class Bench:
         arguments += ["--kv-cache-memory-bytes", str(size)]
         if "prefill" in name:
             arguments += ["--kv-offloading-size", str(options.memory)]
+        if "2 hosts" in name:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            arguments += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(port)]
         model = peer.prepare(self.shape, options.precision, options.cache)
-        log = Path(options.cache / f"prefill-decode-{re.sub('[^a-z0-9]+', '-', name)}.log")
+        log = Path(options.cache / f"prefill-decode-{re.sub('[^a-z0-9]+', '-', name)}-{number}.log")
         return peers.Server(peer, options.precision, model, 1, log, arguments)
+
+
+@contextlib.contextmanager
+def other_host(bench: Bench, name: str, server: peers.Server) -> Iterator[None]:
+    """The second host, if there is one."""
+    if "2 hosts" not in name:
+        yield
+        return
+    command = [*server.launch.command, "--data-parallel-start-rank", "1", "--headless"]
+    environment = os.environ | server.launch.environment | {"QUIRE_HOST_IP": "127.0.0.2", "OMP_NUM_THREADS": "1"}
+    with (bench.options.cache / "prefill-decode-second-host.log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 def counts(server: peers.Server) -> dict[str, float]:
@@ -91,9 +123,9 @@ def counts(server: peers.Server) -> dict[str, float]:
     }
 
 
-async def measure(bench: Bench, server: peers.Server, number: int) -> dict[str, float]:
-    """The figures of one round."""
-    options, prompts = bench.options, bench.prompts
+async def measure(bench: Bench, servers: list[peers.Server], number: int) -> dict[str, float]:
+    """The figures of one round: the first server gets the streams, the last one the long prompts."""
+    options, prompts, server, other = bench.options, bench.prompts, servers[0], servers[-1]
 
     async def streams(kind: str, count: int) -> list[float]:
         """The gaps of streams that begin together, but for the first ones, when the short prompts are computed."""
@@ -105,7 +137,7 @@ async def measure(bench: Bench, server: peers.Server, number: int) -> dict[str, 
         found: list[Answer] = []
         while not done.is_set():
             ((prompt, text),) = prompts.draw(f"long {number} {len(found)}", 1, options.length)
-            found.append(await complete(server.address, server.body(prompt, text, _ANSWER)))
+            found.append(await complete(other.address, other.body(prompt, text, _ANSWER)))
         return found
 
     start = counts(server)
@@ -154,13 +186,16 @@ async def all_cases(bench: Bench, results: dict[str, dict[str, Any]]) -> None:
         if options.only not in (None, name):
             continue
         try:
-            server = bench.server(name)
-            try:
-                ((prompt, text),) = bench.prompts.draw("start", 1, 8)
-                await server.start(prompt, text, options.start_limit)
-                rounds = [await measure(bench, server, number) for number in range(-1, options.rounds)][1:]
-            finally:
-                server.stop()
+            servers = [bench.server(name, number) for number in range(2 if name == "2 servers" else 1)]
+            with other_host(bench, name, servers[0]):
+                try:
+                    ((prompt, text),) = bench.prompts.draw("start", 1, 8)
+                    for server in servers:
+                        await server.start(prompt, text, options.start_limit)
+                    rounds = [await measure(bench, servers, number) for number in range(-1, options.rounds)][1:]
+                finally:
+                    for server in servers:
+                        server.stop()
             results[name] = {
                 column: statistics.median(each[column] for each in rounds if column in each)
                 for column in dict.fromkeys(column for each in rounds for column in each)
@@ -179,7 +214,8 @@ def document(bench: Bench, results: dict[str, dict[str, Any]]) -> str:
     meaning = " ".join(__doc__.split("\n\n")[-1].split())
     text = (
         f"{options.streams} streams of {options.output} tokens, and prompts of {options.length} tokens one after the "
-        f"other; medians of {options.rounds} rounds. Each rank has a core. {meaning}"
+        f"other; medians of {options.rounds} rounds. There is a core for each rank. `2 servers` know nothing of each "
+        f"other: one gets the streams, the other one the prompts. {meaning}"
     )
     columns = list(dict.fromkeys(column for found in results.values() for column in found if column != "failure"))
     lines = [
