@@ -57,7 +57,7 @@ Some metrics exist only where they apply, as their condition says:
 - *experts*: `--enable-expert-parallel`. Models with very many experts have no `quire:expert_tokens_total`.
 - *media*: models that take images or videos.
 - *KV store*: `--kv-offloading-size` or `--kv-disk`; those of the tier `disk` with the latter only, and
-  those of peers if there are any.
+  those of peers and of ranks on other hosts if there are any.
 - *adapters*: `--enable-lora`. They have the label `adapter`, the name of the [adapter](../guides/lora.md). Each API
   process counts 127 names by themselves, and all further ones as `others`; a name that was unloaded makes room.
 """
@@ -132,7 +132,7 @@ def _collect(
     gpu = GpuUsage(0, 0, 0.0, 0.0, 0, 0, 0, 0) if on_gpu else None
     metrics.rank_stats = {0: [RankStats(steps=int(on_cpu), usage=RankUsage(0.0, 0, 0, gpu))]}
     if has_store:
-        metrics.take_store(0, "localhost", KVStoreStats(disk_capacity=1, peers=1))
+        metrics.take_store(0, "localhost", KVStoreStats(disk_capacity=1, peers=1, copied_rank_bytes=1))
     if has_experts:
         metrics.expert_load = ExpertLoad(layers={0: 1}, tokens=array("q", [1]).tobytes(), imbalance=1.0, moved=0)
     return list(text_string_to_metric_families(metrics.exposition().decode()))

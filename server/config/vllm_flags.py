@@ -434,9 +434,6 @@ REFUSED: dict[str, str] = {
         "--cpu-offload-gb=0,0.0 --offload-group-size=0 --offload-num-in-group=1 "
         "--offload-params+ --offload-prefetch-step=1"
     ),
-    "it is not supported; use --tensor-parallel-size, and --decode-context-parallel-size for longer contexts": (
-        "--prefill-context-parallel-size|-pcp=1"
-    ),
     "it is not supported; stop the server to free the GPUs": "--enable-sleep-mode",
     "POST /replicas adds and removes replicas": "--enable-elastic-ep",
     "set the environment variable HF_TOKEN, which `ps` does not show": "--hf-token?",

@@ -113,7 +113,7 @@ async def numbers(state: AppState, request: Request) -> Response:
             "replicas": [_replica(state, each) for each in frontend.client.replicas],
             "kv_stores": [
                 {"host": host, "is_up": is_up, **{name: getattr(stats, name) for name in _STORE}}
-                for host, (stats, is_up) in frontend.metrics.stores().items()
+                for host, (stats, is_up) in frontend.metrics.stores_by_host().items()
             ],
             "plan": state.plan,
             "warnings": [msgspec.structs.asdict(each) for each in warnings[-20:]],

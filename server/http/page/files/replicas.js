@@ -52,7 +52,7 @@ export function drawRanks(state) {
 }
 
 function drawStage(replica, [first, last], stage) {
-  const size = replica.tensor_parallel_size, from = stage * size;
+  const size = replica.tensor_parallel_size * (replica.prefill_context_parallel_size ?? 1), from = stage * size;
   return make("div", {class: "stage"},
     make("span", {class: "soft"}, `stage ${stage}`, make("br"), `layers ${first}–${last}`),
     make("div", {role: "list"}, ...replica.ranks.slice(from, from + size).map((each, at) => drawRank(each, from + at))));
