@@ -436,8 +436,8 @@ _SPLIT_OTHERWISE = {
     "Zamba2, one block, rope, biases": "shared_transformer.feed_forward.down_proj",
     "Step 3.7": "mlp.experts",
     "ERNIE 4.5 VL": "mlp.text_moe.experts",
-    "DeepSeek-OCR 2": "multi_modal_projector",
-    "Kimi K2.5": "mm_projector.in_proj",
+    "DeepSeek-OCR 2": "sam_encoder.layers.0.attn.proj",
+    "Kimi K2.5": "vision_tower.layers.0.attn.k_proj",
     "A.X K2": "input_layernorm.mlp.fc1",
     "A.X K2, groups of experts": "input_layernorm.mlp.fc1",
 }
