@@ -1,6 +1,6 @@
 """Time to the first token of prompts that a slow tier has: computed, loaded, and from both ends at once.
 
-    .venv/bin/python -m benchmarks.both_ends --bandwidth 50
+    .venv/bin/python benchmarks/both_ends.py --bandwidth 50
 
 The first server computes each prompt and keeps its KV; the second one reads it from there, at `--bandwidth` MiB/s at
 most. `computed`: prompts that only the second one has seen, in turns with the others. `both`: those of the first one,
@@ -15,14 +15,17 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+from shapes import Shape, make_checkpoint
 
-from benchmarks.shapes import Shape, make_checkpoint
 from quire.engine.core.launch import reserve_ports, socket_port
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 from tests.e2e.serving import Server, serve
 
 _SHAPE = Shape("Much KV", "qwen2", 12, 1024, 16, 16, 64, 256, 1e4)
