@@ -11,8 +11,10 @@ the machine.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from hashlib import blake2b
+from pathlib import Path
 
 import psutil
 
@@ -21,6 +23,8 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.protocol.kv_store import KVEntry, StoredKV
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 from tests.fakes.kv_store import parents
 from tests.integration.engine.kv_store.test_peer_processes import Peer
 from tests.integration.engine.kv_store.test_process import ZmqCore

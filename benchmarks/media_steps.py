@@ -33,6 +33,8 @@ from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.media import MediaItem, MediaRun
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.scheduler.scheduler import Scheduler
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 from tests.fakes.media_prompts import media_data
 from tests.fakes.vision import write_qwen2_vl
 

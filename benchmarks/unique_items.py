@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.unique_places import without_unique_items
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 from tests.fakes.configs import TINY, engine_config
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
