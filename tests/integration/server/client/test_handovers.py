@@ -33,7 +33,7 @@ from quire.server.client.engine_client import EngineClient
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import OutputStream
 from quire.server.client.replica import Replica
-from tests.fakes.scripted_cores import LONG, Script, Scripted, endpoints, scripted, stop_checks, whole
+from tests.fakes.scripted_cores import LONG, Script, Scripted, endpoints, scripted, stop_checks, until, whole
 
 PROMPT = list(range(400))
 
@@ -142,8 +142,8 @@ async def test_the_prompts_replica_is_silent(tmp_path: Path) -> None:
         assert (await first.hear(AbortRequests)).request_ids == ["a"]
         hand_over(first)
         running = engine.client._running["a"]
+        await until(lambda: not running.leaving)
         await finish(second, stream, [])
-        assert not running.leaving
         assert books_are_even(engine.client)
 
 
