@@ -21,6 +21,8 @@ MAX_MESSAGES = 4096
 
 TokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """An integer that fits into a message to the engine."""
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""Only the first error of a long list is reported: reporting every element would take minutes and gigabytes."""
 
 
 def _integral(value: Any) -> Any:

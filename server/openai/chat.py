@@ -304,6 +304,7 @@ class ChatRequest(ReasoningRequest, GenerationRequest):
             template=template,
             shows_reasoning=self.include_reasoning is not False,
             thinking_budget=self.thinking_token_budget,
+            token_ids=None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids,
         )
 
     async def process_here(self, admit: Admit) -> GenerationInput:

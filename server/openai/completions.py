@@ -17,11 +17,11 @@ from quire.engine.protocol.sampling_params import MAX_N, SamplingParams
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.media_parts import MultiModalData, MultiModalUuids
 from quire.server.http.request_body import Admit
-from quire.server.http.request_model import Int64
+from quire.server.http.request_model import Int64, TokenIds
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.openai.logprobs import MIN_LOGPROB, TokenNames, prompt_logprobs_object
-from quire.server.openai.protocol import MAX_SEQUENCES, GenerationRequest, ManyTokenIds, Texts, TokenIds
+from quire.server.openai.protocol import MAX_SEQUENCES, GenerationRequest, ManyTokenIds, Texts
 from quire.server.text.inputs import GenerationInput, Prompt
 from quire.server.text.output_processor import Detokenizer, TextDelta
 from quire.server.text.tokenizer import Tokenizer

@@ -19,12 +19,21 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.request_body import Admit, RequestBody
-from quire.server.http.request_model import MAX_MESSAGES, ExtraField, Int64, Positive, hint, only_one, rejected
+from quire.server.http.request_model import (
+    MAX_MESSAGES,
+    ExtraField,
+    Int64,
+    Positive,
+    TokenIds,
+    hint,
+    only_one,
+    rejected,
+)
 from quire.server.http.response import media_tokens, while_connected
 from quire.server.http.state import AppState, MayChooseReplica, ServedModel
 from quire.server.openai.chat import ChatRequest
 from quire.server.openai.content_input import ContentInput, Inputs
-from quire.server.openai.protocol import MAX_PROMPTS, ManyTokenIds, TokenIds
+from quire.server.openai.protocol import MAX_PROMPTS, ManyTokenIds
 from quire.server.text.embedding_output import VectorOptions, activated, to_json
 from quire.server.text.inputs import EmbeddingOptions, PooledInput, PoolingInput, Task
 

@@ -17,7 +17,7 @@ from quire.server.http.request_model import (
     Int64,
     ReasoningEffort,
     RequestModel,
-    TokenId,
+    TokenIds,
     hint,
     only_one,
     rejected,
@@ -34,9 +34,6 @@ MAX_PROMPTS = 2048
 MAX_SEQUENCES = 4096
 """Prompts × n of a completion."""
 
-
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-"""Only the first error of a long list is reported: reporting every element would take minutes and gigabytes."""
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 

@@ -35,6 +35,7 @@ class ParamNames:
     """An API's names of parameters, for error messages. The defaults are chat's."""
 
     messages: str = "messages"
+    token_ids: str = "kv_transfer_params.prompt_token_ids"
     continue_final_message: str = "continue_final_message"
     reasoning_effort: str = "reasoning_effort"
     thinking: str = "think"

@@ -280,6 +280,8 @@ class InputProcessor:
         if chat.media:
             ids, items, lease = await self._tokenize_chat_items(chat, last, side, names)
             prompt = self._fit(ids, names.messages, None, max_tokens, side)
+        elif chat.token_ids is not None:
+            prompt = self._fit([*chat.token_ids], names.token_ids, last, max_tokens, side)
         else:
             text = await self._render(chat, names)
 

@@ -113,6 +113,8 @@ class ChatInput:
     """Maximum number of tokens of reasoning."""
     media: Sequence[MediaSource] = ()
     """The images and videos, in the order of the messages' parts."""
+    token_ids: Sequence[int] | None = None
+    """The prompt, if another server has rendered and tokenized the messages. Media are processed in any case."""
 
 
 PooledInput = Prompt | MarkedPrompt | ContentParts | ChatInput

@@ -37,9 +37,7 @@ _found.loader.exec_module(serving)
 DEMO = Path(models.__file__).parent / "demo"
 _LENGTH = 2048
 """The longest context of the demo model, in tokens."""
-_WITH_VALUE = {"--lora-modules", "--max-lora-rank", "--max-cpu-loras"}
-_LEFT_OUT = {"--enable-lora", *_WITH_VALUE, "VLLM_SYSTEM_START_DATE"}
-"""Flags and variables of features that Quire does not have."""
+ADAPTER = DEMO.parent / "demo_adapters" / "capitals"
 
 
 class RemoteOpenAIServer:
@@ -52,7 +50,8 @@ class RemoteOpenAIServer:
     ) -> None:
         self.resources = contextlib.ExitStack()
         names, flags = [model], []
-        variables = {name: value for name, value in (env_dict or {}).items() if name not in _LEFT_OUT}
+        # A feature that Quire does not have.
+        variables = {name: value for name, value in (env_dict or {}).items() if name != "VLLM_SYSTEM_START_DATE"}
         given = iter(chain.from_iterable(each.split("=", each.startswith("--")) for each in vllm_serve_args))
         for argument in given:
             flag = argument.replace("_", "-") if argument.startswith("--") else argument
@@ -60,9 +59,6 @@ class RemoteOpenAIServer:
                 names = [next(given)]
             elif flag == "--max-model-len":
                 flags += [flag, str(min(int(next(given)), _LENGTH))]
-            elif flag in _LEFT_OUT:
-                if flag in _WITH_VALUE:
-                    next(given)
             else:
                 flags.append(flag)
         server = self.resources.enter_context(
@@ -126,7 +122,7 @@ KNOWN: dict[str, Any] = {
     "__version__": quire.__version__,
     "current_platform": SimpleNamespace(is_rocm=lambda: False, is_cuda=lambda: False, is_xpu=lambda: False),
     "get_tokenizer": lambda *_, **__: AutoTokenizer.from_pretrained(DEMO),
-    "hf_api": lambda: SimpleNamespace(snapshot_download=lambda **_: "adapter"),
+    "hf_api": lambda: SimpleNamespace(snapshot_download=lambda **_: str(ADAPTER)),
 }
 
 

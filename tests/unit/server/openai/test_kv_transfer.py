@@ -66,3 +66,21 @@ async def test_the_answer_of_one_server_is_for_another(server: Server, route: st
     assert (unknown["remote_host"], unknown["remote_port"], unknown["do_remote_prefill"]) == (None, None, True)
     wrong = await server.http.post(route, json=body | {"kv_transfer_params": {"remote_port": 99999}})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "kv_transfer_params.remote_port")
+
+
+async def test_a_chat_continues_with_the_tokens_of_the_other_server(server: Server) -> None:
+    """As vLLM's routers send them: nothing is rendered again, and no KV store is needed."""
+    route, body = "/v1/chat/completions", CHAT | {"max_tokens": 4, "return_token_ids": True}
+    first = (await server.http.post(route, json=body)).json()
+    tokens = first["prompt_token_ids"]
+    other = body | {"messages": [{"role": "user", "content": "something else"}]}
+    given = {"kv_transfer_params": {"prompt_token_ids": tokens, "remote_block_ids": [[1, 2]]}}
+    found = (await server.http.post(route, json=other | given)).json()
+    assert (found["prompt_token_ids"], found["choices"]) == (tokens, first["choices"])
+    kept = (await server.http.post(route, json=other | given | {"truncate_prompt_tokens": 2})).json()
+    assert kept["prompt_token_ids"] == tokens[-2:]
+    for wrong in ([], [320], [-1], ["a"], [3] * 200):
+        params = {"kv_transfer_params": {"prompt_token_ids": wrong}}
+        refused = await server.http.post(route, json=other | params)
+        param = refused.json()["error"]["param"].partition("[")[0]
+        assert (refused.status_code, param) == (400, "kv_transfer_params.prompt_token_ids"), wrong

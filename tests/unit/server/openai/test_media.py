@@ -32,6 +32,7 @@ from tests.fakes.api_server import Server, run_server
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.media import FakeLoader, Made, media_spec
 from tests.fakes.tokenizers import CHATML, byte_level, write_model
+from tests.fakes.waiting import until_async
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -121,9 +122,8 @@ async def answer(server: Server, messages: list[dict[str, Any]], route: str = CH
 
 
 async def until_released(loader: FakeLoader) -> None:
-    """Return when no data is kept; otherwise the test hangs."""
-    while loader.leases:
-        await asyncio.sleep(0.01)
+    """Return when no data is kept."""
+    await until_async(lambda: not loader.leases, seen=lambda: loader.leases)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,9 @@ async def test_shapes(
     uuid: str,
     options: dict[str, Any] | None,
 ) -> None:
-    """`options` are None for features."""
-    found = await answer(server, user("see ", part, " this"), mm_processor_kwargs={"max_pixels": 9})
+    """`options` are None for features. Another server's tokens are not used: they may have no place for them."""
+    more: dict[str, Any] = {"mm_processor_kwargs": {"max_pixels": 9}, "kv_transfer_params": {"prompt_token_ids": [3]}}
+    found = await answer(server, user("see ", part, " this"), **more)
     (source,) = loader.loaded
     assert (source.url, source.data, source.uuid) == (url, data, uuid)
     assert source.options == ({} if options is None else {"max_pixels": 9, **options})
