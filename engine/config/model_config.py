@@ -16,7 +16,14 @@ import msgspec
 
 from quire.engine.architecture import quantization
 from quire.engine.architecture.encoder_spec import EncoderSpec, bidirectional
-from quire.engine.architecture.families import ENCODERS, FAMILIES, from_hf_config, of_text, transformers_backend
+from quire.engine.architecture.families import (
+    ENCODERS,
+    FAMILIES,
+    from_hf_config,
+    length_key,
+    of_text,
+    transformers_backend,
+)
 from quire.engine.architecture.families.values import check_values
 from quire.engine.architecture.media_spec import TransformersTowerSpec
 from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
@@ -58,6 +65,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     )
     hf_config = model_files.with_overrides(model_files.read_json(path / "config.json"), options.hf_overrides or {})
     hf_config["architectures"] = _architecture_names(path, hf_config, options.trust_remote_code)
+    key_of_length = length_key(hf_config)
     hf_config = of_text(
         hf_config, [each for name in hf_config["architectures"] for each in classifier.base_names(name)]
     )
@@ -94,7 +102,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         stored_dtype=_stored_dtype(dtype, available, hf_config, arch, path, load_format),
         quantization=packed,
         tower_quantization=_tower_quantization(options, arch, available.kind),
-        max_model_len=(length := _choose_max_model_len(options, arch, pooler)),
+        max_model_len=(length := _choose_max_model_len(options, arch, pooler, key_of_length)),
         min_model_len=_min_model_len(options, length),
         load_format=load_format,
         hf_overrides=options.hf_overrides or {},
@@ -402,16 +410,18 @@ def _min_model_len(options: EngineOptions, length: int) -> int:
     return 0
 
 
-def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooling | None) -> int:
+def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooling | None, key: str) -> int:
     """Return --max-model-len, or else the model's length; for embedding models, the length they were trained for.
 
-    The length is reduced later if the KV cache does not hold it (`memory_plan.with_cache`).
+    `key` is that of the model's length in config.json. The length is reduced later if the KV cache does not hold it
+    (`memory_plan.with_cache`).
     """
     requested = _requested_len(options)
     if requested is not None and requested > arch.max_position:
+        scaling = f"{key.rpartition('.')[0]}.rope_scaling".lstrip(".")
         raise ConfigError(
             f"--max-model-len {requested} is more than the model's {arch.max_position} positions; where its publisher "
-            f"says how to extend them, set --hf-overrides.max_position_embeddings {requested} and --rope-scaling"
+            f"says how to extend them, set --hf-overrides.{key} {requested} and --hf-overrides.{scaling}"
         )
     trained_length = pooler.max_length if pooler is not None else None
     length = requested or min(arch.max_position, trained_length or arch.max_position)

@@ -55,7 +55,7 @@ from quire.engine.architecture.families import (
     xlstm,
     zamba,
 )
-from quire.engine.architecture.families.family import Family
+from quire.engine.architecture.families.family import LENGTHS, Family
 from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
@@ -114,15 +114,32 @@ def family_of(arch: ModelSpec) -> Family:
     return family.with_separate_experts() if arch.separate_experts else family
 
 
+def _text_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """config.json and the parts of it that describe the text model, by the prefix of their keys, from the outermost."""
+    prefix, parts = "", {"": config}
+    for name in ("vlm_config", "text_config", "language_config"):  # ColPali's are made of a whole model
+        if isinstance(part := parts[prefix].get(name), Mapping):
+            prefix = f"{prefix}{name}."
+            parts[prefix] = part
+    return parts
+
+
+def length_key(config: Mapping[str, Any]) -> str:
+    """Return the key of config.json that states the model's length, such as `text_config.max_position_embeddings`."""
+    parts = [*_text_parts(config).items()][::-1]
+    stated = (f"{prefix}{name}" for prefix, part in parts for name in LENGTHS.split() if part.get(name))
+    return next(stated, f"{parts[0][0]}max_position_embeddings")
+
+
 def of_text(config: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
     """config.json with the settings of the text part on top, if we know the text part of a model that takes more, by
     its architectures or by `names`."""
-    names = [*names, *(config.get("architectures") or ())]
-    if isinstance(model := config.get("vlm_config"), Mapping):  # ColPali's are made of a whole model
+    names, parts = [*names, *(config.get("architectures") or ())], _text_parts(config)
+    if (model := parts.get("vlm_config.")) is not None:
         config = {**config, **model, "architectures": config.get("architectures")}
-    part = config.get("text_config", config.get("language_config"))
-    if not isinstance(part, Mapping) or not any(name in FAMILIES for name in names):
+    if not any(name in FAMILIES for name in names):
         return dict(config)
+    *_, part = parts.values()
     shared = {key: config[key] for key in ("architectures", "tie_word_embeddings") if key in config}
     if config.get("eos_token_id") is not None:  # what ends an answer; the part may have the base model's
         shared["eos_token_id"] = config["eos_token_id"]

@@ -224,6 +224,10 @@ def architecture(
     )
 
 
+LENGTHS = "max_position_embeddings n_positions max_sequence_length max_seq_len seq_length n_ctx model_max_length"
+"""Names of the longest sequence in config.json, the most specific first."""
+
+
 def stated_length(config: Config) -> int:
     """The longest length in config.json: Command R and Vicuna leave max_position_embeddings at the length of one part
     of the training.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from quire.engine.architecture.families import towers, vit
@@ -9,15 +10,21 @@ from quire.engine.architecture.families.family import Config, layer_norm, requir
 from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.architecture.spec_parts import BOUNDS, NormSpec
 from quire.engine.architecture.vit_spec import ProjectorSpec
+from quire.engine.protocol.errors import ConfigError
 
 
 def gemma3(config: Config) -> MediaSpec:
     """The tokens of an image attend to each other in both directions."""
     own, fields = towers.settings(config, "siglip_vision_model")
     eps, grid = float(own["layer_norm_eps"]), vit.grid(own)
-    side = grid // int(int(config.get("mm_tokens_per_image", 256)) ** 0.5)
+    run = int(config.get("mm_tokens_per_image", 256))
+    side = grid // max(1, math.isqrt(max(0, run)))  # of the squares of patches that are averaged
+    if not side or (grid // side) ** 2 != run:
+        raise ConfigError(
+            f"mm_tokens_per_image {run} is not supported with image_size {own['image_size']} and patch_size "
+            f"{own['patch_size']} in vision_config: {grid} by {grid} patches cannot be averaged to so many tokens"
+        )
     projector = ProjectorSpec(side=side, merging="mean", norm=NormSpec(eps=eps, offset=1.0), bias=False)
-    run = (grid // side) ** 2
     most = run * 5  # with four crops of the image (pan and scan)
     tower = vit.tower(config, own, **fields, norm=layer_norm(eps), projector=projector, max_features=most)
     return vit.media(config, tower, 262144, is_bidirectional=True, run_length=run)

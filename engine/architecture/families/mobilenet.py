@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.architecture.families.family import Config, require
+from quire.engine.architecture.families.family import Config
 from quire.engine.architecture.media_spec import MediaSpec
 from quire.engine.architecture.mobilenet_spec import (
     BlockSpec,
@@ -24,8 +24,9 @@ _VISION |= {"vocab_offset": 262_144, "rms_norm_eps": 1e-6}
 def media(config: Config) -> MediaSpec:
     """Of Gemma 3n."""
     own = {**_VISION, **config["vision_config"]}
-    require(own, "architecture", _VISION["architecture"])
-    require(own, "hidden_size", _WIDTH)
+    for name in ("architecture", "hidden_size"):
+        if own[name] != _VISION[name]:
+            raise ConfigError(f"vision_config: {name} {own[name]!r} is not supported; supported: {_VISION[name]!r}")
     arguments = dict(own.get("model_args") or {})
     multiplier = float(arguments.pop("channel_multiplier", 1.0))
     if arguments:

@@ -49,7 +49,11 @@ def tokens(own: Config, *, bias: bool = True, is_linear: bool = False, **changes
 
 
 def grid(own: Config) -> int:
-    return side(own["image_size"]) // side(own["patch_size"])
+    """Patches along the side of an image."""
+    image, patch = side(own["image_size"]), side(own["patch_size"])
+    if not 0 < patch <= image:
+        raise ConfigError(f"vision_config: patch_size must be from 1 to image_size {image}, got {patch}")
+    return image // patch
 
 
 def side(value: Any) -> int:

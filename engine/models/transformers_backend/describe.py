@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture.families.family import extended_length, stated_length
+from quire.engine.architecture.families.family import LENGTHS, extended_length, stated_length
 from quire.engine.architecture.families.transformers_backend import DescribeRequest
 from quire.engine.architecture.feed_forward_spec import MLPSpec
 from quire.engine.architecture.media_spec import MediaSpec, TransformersTowerSpec
@@ -47,7 +47,7 @@ from quire.engine.models.transformers_backend.pictures import (
     values_per_feature,
 )
 from quire.engine.models.transformers_backend.sharding import PlannedEmbedding, PlannedLinear, without_numbers
-from quire.engine.models.transformers_backend.shrink import LENGTHS, shrink
+from quire.engine.models.transformers_backend.shrink import shrink
 from quire.engine.models.transformers_backend.states import RecordingCache, has_states
 from quire.engine.protocol.errors import ConfigError
 

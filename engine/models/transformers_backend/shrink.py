@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from quire.engine.architecture.families.family import LENGTHS
+
 HEAD = 16
 VOCABULARY = 128
 LENGTH = 128
@@ -29,8 +31,6 @@ _INNER = (
     "block_ff_dim dense_intermediate_size d_ff dim_ff moe_shared_intermediate_size moe_shared_expert_intermediate_size "
     "shared_expert_size ffn_intermediate_size"
 )
-LENGTHS = "max_position_embeddings n_positions max_sequence_length max_seq_len seq_length n_ctx model_max_length"
-"""Names of the longest sequence, the most specific first."""
 _STATE_HEADS = (
     ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
     ("mamba_expand", "n_mamba_heads", "mamba_headdim"),

@@ -67,9 +67,9 @@ def write(model_type: str, folder: Path) -> bool:
 
 
 def native_refusal(folder: Path) -> str:
-    """The reason why Quire's mapping does not describe the model; empty: it does."""
+    """The reason why Quire's mapping does not describe the model, for text; empty: it does."""
     try:
-        from_hf_config(of_text(json.loads((folder / "config.json").read_text())))
+        from_hf_config(of_text(json.loads((folder / "config.json").read_text())), media=False)
     except ConfigError as error:
         return str(error)
     return ""

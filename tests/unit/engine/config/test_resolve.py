@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from quire import kernels
-from quire.engine.architecture.families import from_hf_config, transformers_backend
+from quire.engine.architecture.families import from_hf_config, length_key, transformers_backend
 from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.architecture.feed_forward_spec import MLPSpec
 from quire.engine.architecture.model_spec import ModelSpec
@@ -267,6 +267,32 @@ def test_scaled_positions_reach_as_far_as_they_are_stretched(
     """As model cards tell people to add yarn, by a line in config.json, its length left as it is."""
     config = {**LLAMA_70B, "max_position_embeddings": length, "rope_scaling": scaling}
     assert from_hf_config(config).max_position == expected
+
+
+def test_a_refused_length_names_the_keys_that_extend_it(tmp_path: Path) -> None:
+    """As config.json has them: elsewhere they would have no effect."""
+    name = ["Mistral3ForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": name, "text_config": LLAMA}))
+    keys = r"set --hf-overrides\.text_config\.max_position.* 4096 and --hf-overrides\.text_config\.rope_scaling$"
+    with pytest.raises(ConfigError, match=keys):
+        resolve(options(str(tmp_path), max_model_len=4096))
+    longer = {"text_config": {"max_position_embeddings": 4096}}
+    assert resolve(options(str(tmp_path), max_model_len=4096, hf_overrides=longer)).model.max_model_len == 4096
+    with pytest.raises(ConfigError, match=r"set --hf-overrides\.max_position.* 4096 and --hf-overrides\.rope_scaling$"):
+        resolve(options(folder(tmp_path), max_model_len=4096))
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"max_position_embeddings": None, "n_positions": 64}, "n_positions"),
+        ({"language_config": {"model_max_length": 64}, "model_max_length": 9}, "language_config.model_max_length"),
+        ({"vlm_config": {"text_config": {}}}, "vlm_config.text_config.max_position_embeddings"),  # a family's default
+        ({"text_config": {}, "n_positions": 64}, "n_positions"),
+    ],
+)
+def test_the_key_of_the_length_is_found_where_it_stands(config: dict[str, Any], key: str) -> None:
+    assert length_key(config) == key
 
 
 def test_whole_weights_are_accepted_and_garbage_is_not(tmp_path: Path) -> None:
