@@ -67,7 +67,7 @@ from quire.engine.cluster.handshake import weight_files
 from quire.engine.cluster.network import tcp_url
 from quire.engine.cluster.security import EVENTS, Dropped, Security
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.errors import UNDECODABLE, ConfigError
 from quire.engine.repository.weights_digest import digests
 
 LOST_SECONDS = 15.0
@@ -220,7 +220,7 @@ class ControlLink(ABC):
                     break
                 try:
                     self._on_frames(frames)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except UNDECODABLE as error:
                     self._dropped.add(error)
             for command in self._commands.drain():
                 if self._on_command(command):

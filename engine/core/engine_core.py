@@ -63,7 +63,7 @@ from quire.engine.protocol.engine_core import (
     ToCore,
     ToServer,
 )
-from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.errors import UNDECODABLE, ConfigError
 from quire.engine.protocol.kv_events import FollowKVEvents, GetKVEvents, KVEventsState
 from quire.engine.protocol.kv_store import (
     FoundKV,
@@ -197,7 +197,7 @@ class EngineCoreIO:
                     self.send(message.client, reply)
                 else:
                     self.inbox.put(message)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except UNDECODABLE as error:
                 dropped.add(error)
 
     def _exchange(self, address: str, name: bytes, outgoing: zmq.Socket[bytes]) -> None:
@@ -225,7 +225,7 @@ class EngineCoreIO:
                         for client in range(self.num_clients):
                             self.send(client, KVStoreState(message, self._replica, self._incarnation))
                     self.inbox.put(message)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except UNDECODABLE as error:
                     dropped.add(error)
 
     def _send(self) -> None:

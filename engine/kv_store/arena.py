@@ -1,9 +1,9 @@
-"""The memory of a host's KV store: an anonymous file that ranks map, divided into slabs, and these into places of one
-size.
+"""The memory of a host's KV store: an anonymous file that ranks map. It is divided into slabs, and a slab into places
+of one size.
 
-The entries of a kind have one size. A slab has places for the entries of one kind until all of them are free. When
-places are needed that only another kind has, the entries of one of its slabs are moved to those of others (`vacate`),
-so that less than one slab of each kind is unused.
+All entries of a kind have the same size. A slab has places for entries of one kind, until all of its places are free.
+When a kind needs a place and only slabs of other kinds have some, the entries of one of these slabs are moved to other
+slabs of their kind (`vacate`), so that less than one slab of each kind is unused.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from quire.engine.config.kv_layout import least_memory, place_bytes
 from quire.engine.protocol.errors import ConfigError
 
 _LEAST_SLABS = 16
-"""For each kind, if the memory has room for so many."""
+"""Minimum slabs for each kind, if the memory has room for them."""
 _MOST_ENTRIES = 32
-"""Of the largest kind, in a slab."""
+"""Maximum entries of the largest kind in a slab."""
 _PARTS = 32
-"""Less than one in so many bytes may be left over."""
+"""A slab may leave less than one in this many bytes unused."""
 _PIECE = 2**30
-"""Bytes that are taken from the system at once."""
+"""Bytes that are allocated at a time."""
 
 
 def slab_bytes(size: int, sizes: Sequence[int]) -> int:
-    """Bytes of a slab in an arena of `size` bytes: some of the largest entries, so many that little is left over of it
-    with entries of the other kinds.
+    """Return the bytes of a slab in an arena of `size` bytes: a multiple of the largest entry's, chosen so that little
+    is left over with entries of the other kinds.
     """
     places = [place_bytes(each) for each in sizes]
     most = max(1, size // (_LEAST_SLABS * len(sizes) * max(places)))
@@ -40,8 +40,8 @@ def slab_bytes(size: int, sizes: Sequence[int]) -> int:
 
 
 def open_arena(path: str) -> int:
-    """Open an arena for reading and writing. Raises `OSError` if its process has ended, also if another one has the
-    number of that process by now."""
+    """Open an arena for reading and writing. Raises `OSError` if its process has ended, even if another process has its
+    number by now."""
     file, _, name = path.partition("#")
     if name and name not in os.readlink(file):
         raise FileNotFoundError(errno.ENOENT, "the KV store has ended", file)
@@ -51,18 +51,18 @@ def open_arena(path: str) -> int:
 class Arena:
     """The file, and which of its places are free.
 
-    Invariants (`check_integrity`): slabs that are free, or have a free place, are known; free places are counted.
+    Invariants (`check_integrity`): free slabs and slabs with free places are listed; free places are counted.
     """
 
     def __init__(self, size: int, sizes: Sequence[int], on_piece: Callable[[], None] = lambda: None) -> None:
-        """Take `size` bytes from the system, for entries of `sizes` by kind. Raises `ConfigError` if that is more than
-        it has, or if not even one entry of each kind fits. `on_piece` is called every now and then.
+        """Allocate `size` bytes, for entries of `sizes` by kind. Raises `ConfigError` if the host has less free memory,
+        or if not even one entry of each kind fits. `on_piece` is called after each piece.
         """
         if size < (least := least_memory(sizes)):
             raise ConfigError(
-                f"the KV store needs at least {least / 2**30:.3f} GiB of memory for this model, for one entry of each "
-                f"kind ({', '.join(f'{each:,}' for each in sizes)} bytes); it has {size / 2**30:.3f} GiB: increase "
-                f"--kv-offloading-size"
+                f"the KV store needs at least {least / 2**30:.3f} GiB of memory for one entry of each kind "
+                f"of this model ({', '.join(f'{each:,}' for each in sizes)} bytes), but has {size / 2**30:.3f} GiB; "
+                "increase --kv-offloading-size"
             )
         self.size = size
         self._sizes, self._places = sizes, [place_bytes(each) for each in sizes]
@@ -72,20 +72,20 @@ class Arena:
         """By slab; None: it is free."""
         self._free_slabs = list(reversed(range(len(self._kind_of))))
         self._free: dict[int, set[int]] = {}
-        """By slab with some free place: the offsets of these."""
+        """For each slab with a free place: the offsets of its free places."""
         self._open: list[dict[int, None]] = [{} for _ in sizes]
-        """By kind: its slabs with free places."""
+        """By kind: the slabs with free places."""
         self._num_free = [0] * len(sizes)
         """By kind: free places in its slabs."""
         self._num_used = [0] * len(sizes)
-        # Without a name: nothing is left behind when the process is killed, and a container's /dev/shm may be small.
+        # Anonymous, because a killed process must leave nothing behind, and a container's /dev/shm may be small.
         name = f"quire-kv-{secrets.token_hex(8)}"
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         self.close = weakref.finalize(self, os.close, fd)
-        """Gives the memory back, as soon as nobody has it mapped any more."""
-        try:  # to take all of it: where memory is short, writers would be killed later
+        """Gives the memory back, once nobody has it mapped any more."""
+        try:  # all of it now: if memory is short, writers would be killed later
             for start in range(0, size, _PIECE):
-                if free_host_memory() < (piece := min(_PIECE, size - start)):  # taking more would have it killed now
+                if free_host_memory() < (piece := min(_PIECE, size - start)):  # it would be killed
                     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
                 os.posix_fallocate(fd, start, piece)
                 on_piece()
@@ -96,12 +96,12 @@ class Arena:
                 f"--kv-offloading-size"
             ) from None
         self.path = f"/proc/{os.getpid()}/fd/{fd}#{name}"
-        """What the processes of this user can open it with (`open_arena`)."""
+        """The path by which processes of this user can open it (`open_arena`)."""
         self.memory = memoryview(mmap.mmap(fd, size))
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of entries."""
+        """Bytes of all entries."""
         return sum(count * size for count, size in zip(self._num_used, self._sizes, strict=True))
 
     def view(self, kind: int, offset: int) -> memoryview:
@@ -109,7 +109,7 @@ class Arena:
         return self.memory[offset : offset + self._sizes[kind]]
 
     def allocate(self, kind: int) -> int | None:
-        """Take a place for an entry; returns its offset. None: all are in use, or belong to other kinds."""
+        """Take a place for an entry; returns its offset. None: all places are in use, or belong to other kinds."""
         if not self._open[kind]:
             if not self._free_slabs:
                 return None
@@ -139,10 +139,11 @@ class Arena:
             self._free_slabs.append(slab)
 
     def vacate(self, is_movable: Callable[[int], bool], on_move: Callable[[int, int], None]) -> bool:
-        """Move the entries of a slab to free places of others of its kind, so that the slab is free; returns whether
-        there was one.
+        """Move the entries of a slab to free places in other slabs of its kind, so that it becomes free. Returns
+        whether that was possible.
 
-        `on_move` gets the old and the new offset of each; `is_movable` says whether nobody uses an entry.
+        `on_move` gets the old and the new offset of each entry. `is_movable` says whether an entry at an offset is
+        unused.
         """
         for kind, count in enumerate(self._per_slab):
             if self._num_free[kind] < count:

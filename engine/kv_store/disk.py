@@ -1,12 +1,12 @@
-"""The disk tier: entries in files, which outlive the server, and which servers may share. No torch.
+"""The disk tier: entries in files that outlive the server, and that several servers may share. No torch.
 
     PATH/<signature>/model.json      names the model, for people
     PATH/<signature>/<name>.kv       a group of entries, which are evicted together
     PATH/<signature>/<name>.tmp      a file until it is complete
 
-A file gets its name when it is complete, and never changes. Its time of change is the time of its last use, for all
-servers: the least recently used files are evicted. docs/design/kv-store.md describes the format. Nothing is locked: a
-file may vanish at any time, and then its entries are no longer there. A damaged file is removed by who finds it.
+A file gets its name when it is complete, and its content never changes. Its modification time is the time of its last
+use by any server; the least recently used files are evicted. docs/design/kv-store.md describes the format. There are no
+locks: a file may vanish at any time, and its entries with it. Whoever finds a damaged file removes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from quire.engine.config.kv_store_config import why_untrusted
 from quire.engine.kv_store.checksum import checksum
 from quire.engine.process.log import printable
 from quire.engine.process.version import commit
-from quire.engine.protocol.errors import ConfigError, reason_of
+from quire.engine.protocol.errors import UNDECODABLE, ConfigError, reason_of
 from quire.engine.protocol.kv_store import KVEntry
 from quire.engine.repository.model_files import read_json, with_overrides
 from quire.engine.repository.weights_digest import weights_digest
@@ -47,27 +47,27 @@ from quire.engine.repository.weights_digest import weights_digest
 logger = logging.getLogger(__name__)
 
 FILE_BYTES = 32 << 20
-"""Bytes that a file should have, if there is that much to write."""
+"""Target size of a file, if there is that much to write."""
 SCAN_SECONDS = 10.0
-"""Time between two looks at what other servers have written and removed."""
+"""Interval of scans for files that other servers have written or removed."""
 _LISTING_SHARE = 20
-"""Of the time, at most one part in so many is spent with listing files."""
+"""At most one part in this many of the time is spent listing files."""
 _SLICE_SECONDS = 0.2
-"""Time for the headers that one `scan` reads."""
+"""Time for which one `scan` reads headers."""
 _RETRY_SECONDS = 30.0
-"""Time until a file is read again, or the next one written, after an error."""
+"""Time after an error until the file is read again, or the next one is written."""
 _FULL_SECONDS = 600.0
-"""Time for which files take no more room than they had when the disk was full."""
+"""Time for which files take no more room than when the disk was full."""
 _HANGING_SECONDS = 5.0
-"""An operation that does not get on for longer stops the others."""
+"""An operation without progress for this long stops the others."""
 _USED_SECONDS = 60.0
-"""Precision of the times of last use that servers tell each other."""
+"""Precision of the times of last use in files."""
 _LEFTOVER_SECONDS = 600.0
-"""A file that is not complete, and that nobody has written to for so long, was left by a writer that has ended."""
+"""An incomplete file that has not changed for this long was left by a writer that has ended."""
 
 _SIGNATURE_BYTES = 16
 _MAGIC = b"quireKV1"
-"""How a file begins; the last character is the version of the format."""
+"""The first bytes of a file; the last character is the version of the format."""
 _PREFIX = struct.Struct("<8sI16s")
 """Magic, bytes of the header, checksum of the header."""
 _MAX_HEADER = 64 << 20
@@ -75,11 +75,11 @@ _MAX_HEADER = 64 << 20
 _MODEL = "model.json"
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * _SIGNATURE_BYTES}}}")
 _FILE = re.compile(r"[0-9a-f]{32}\.(kv|tmp)")
-"""Names of folders and files; others are not Quire's, and are left alone."""
+"""Names of Quire's folders and files; others are left alone."""
 
 
 class StoredEntry(msgspec.Struct, array_like=True, frozen=True):
-    """An entry in a file's header. The entries' bytes follow the header without gaps, in the same order."""
+    """An entry in a file's header. The bytes of the entries follow the header without gaps, in the same order."""
 
     link: bytes
     kind: int
@@ -96,12 +96,12 @@ class FileHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a file, in msgpack."""
 
     signature: bytes
-    """What all entries depend on; the name of the folder."""
+    """Digest of everything that entries depend on; the name of the folder."""
     entries: list[StoredEntry]
 
 
 class DamagedFile(Exception):
-    """A file is not what was written: the reason."""
+    """A file is not as it was written. The message says why."""
 
 
 @dataclass(eq=False)
@@ -116,14 +116,15 @@ class _EntryFile:
     entries: tuple[KVEntry, ...] | None = None
     """None: the header has not been read."""
     is_bad: bool = False
-    """It is damaged, or no longer wanted, and cannot be removed."""
+    """It is damaged or was evicted, and cannot be removed."""
     retry: float = 0.0
     """It is not read before this time."""
 
 
 def signature_of(config: EngineConfig, layout: KVLayout) -> bytes:
-    """Return the digest of all that entries depend on besides their links: the weights of the model and of the one that
-    drafts, the layout, and the versions of Quire and torch. It may take minutes. Raises `OSError` and `ConfigError`."""
+    """Return the digest of everything that entries depend on besides their links: the weights of the model and of the
+    draft model, the layout, and the versions of Quire and torch. It may take minutes. Raises `OSError` and
+    `ConfigError`."""
     models = [each.model for each in config.with_drafter]
     for model in models:
         if isinstance(model.architecture, TransformersModelSpec) and model.trust_remote_code:
@@ -135,7 +136,8 @@ def signature_of(config: EngineConfig, layout: KVLayout) -> bytes:
 
 
 def _check_code(path: Path, auto_map: object) -> None:
-    """Raise `ConfigError` if the code of the model in `path` is not in its folder, and so not in the digest."""
+    """Raise `ConfigError` if the code of the model in `path` is not in its folder, so that the digest does not cover
+    it."""
     if (other := re.search('"([^"]+)--', json.dumps(auto_map))) is not None:
         raise ConfigError(
             f"--kv-disk is not supported for {path}, whose code is in another repository, {other[1]}; "
@@ -146,8 +148,8 @@ def _check_code(path: Path, auto_map: object) -> None:
 class DiskTier:
     """The entries of a model on disk.
 
-    Methods may be called from any thread. All but `in` and `use` block, and none raises `OSError`: what cannot be read
-    is not there, and what cannot be written is not kept.
+    Methods may be called from any thread. All but `in` and `use` block, and none raises `OSError`: an entry that cannot
+    be read counts as missing, and one that cannot be written is not kept.
     """
 
     def __init__(
@@ -165,19 +167,20 @@ class DiskTier:
         self.capacity, self.written_bytes, self.evicted_entries, self.failed = limit, 0, 0, 0
         self._path, self._folder = path, path / signature.hex()
         self._signature, self._sizes, self._model, self._clock = signature, tuple(sizes), model, clock
-        self._changing = threading.Lock()  # held by who scans, writes or clears
+        self._changing = threading.Lock()  # held while scanning, writing or clearing
         self._lock = threading.Lock()  # of the fields below, never held during I/O
         self._files: dict[Path, _EntryFile] = {}
         self._places: dict[KVEntry, _EntryFile] = {}
         self._bytes = 0
-        self._running: dict[object, tuple[float, str]] = {}  # operations: when they last got on, and their names
+        self._running: dict[object, tuple[float, str]] = {}  # operations: time of their last progress, and their names
         self._unread: list[_EntryFile] = []  # the last one is read next
-        self._has_lost = False  # entries that other files may have, too
-        self._unlisted, self._next_list, self._next_warning = "", 0.0, 0.0
+        self._has_lost = False  # it has lost entries that other files may have, too
+        self._unlisted, self._next_list = "", 0.0
+        self._next_warnings: dict[str, float] = {}  # by what cannot be done
         self._unwritten, self._next_write = "", 0.0
-        self._room, self._room_end = 0, 0.0  # what the disk had room for, and until when that is believed
+        self._room, self._room_end = 0, 0.0  # bytes for which a full disk had room, and until when that counts
         self.changed: deque[KVEntry] = deque()
-        """Entries that have come or gone; whoever follows them takes them out."""
+        """Entries that have come or gone, for `TierEvents`, which takes them out."""
 
     @property
     def used_bytes(self) -> int:
@@ -191,20 +194,20 @@ class DiskTier:
 
     @property
     def error(self) -> str:
-        """Why nothing is read or written at present; empty: the tier is in use. It comes back by itself."""
+        """Why nothing is read or written at present; empty: the tier is in use. It recovers by itself."""
         return self._hanging() or self._unlisted or self._unwritten
 
     def __contains__(self, entry: KVEntry) -> bool:
-        """Whether the entry is there, as far as is known, and can be read at present."""
+        """Whether the entry is known to be on disk, and can be read at present."""
         return entry in self._places and not self._unlisted and not self._hanging()
 
     def holds(self, entry: KVEntry) -> bool:
-        """Whether the entry is there, as far as is known, and could be read if the disk answers."""
+        """Whether the entry is known to be on disk, even if the disk does not answer at present."""
         return entry in self._places
 
     def scan(self) -> bool:
-        """Look at the folder for some time: what other servers have written and removed, and what earlier ones have
-        left. Returns whether there is more to see; otherwise the next scan is due after `SCAN_SECONDS`."""
+        """Scan the folder for a slice of time, for files that other servers have written or removed, or that earlier
+        ones have left. Returns whether there is more to see; otherwise the next scan is due after `SCAN_SECONDS`."""
         with self._changing:
             end = time.monotonic() + _SLICE_SECONDS
             if not self._unread and self._clock() >= self._next_list:
@@ -218,7 +221,7 @@ class DiskTier:
             return False
 
     def _list(self) -> None:
-        """Find out which files there are, and which of them are to be read."""
+        """List the files, and find those whose headers must be read."""
         try:
             with self._working("a listing") as beat:
                 if reason := self._why_untrusted():
@@ -243,7 +246,7 @@ class DiskTier:
                         self._add(file, file.entries)
             self._has_lost = False
         for file in files:
-            # A clock that was wrong may have written a time in the future: the file would never be the oldest one.
+            # A wrong clock may have set a time in the future, with which a file would never be the oldest.
             if abs(file.used - found[file.path].st_mtime_ns) > int(_USED_SECONDS * 1e9):
                 with contextlib.suppress(OSError):  # as on a disk that is read-only
                     os.utime(file.path, ns=(file.used, file.used), follow_symlinks=False)
@@ -256,8 +259,8 @@ class DiskTier:
                 self._unread.append(file)
 
     def read(self, entries: Sequence[KVEntry], buffers: Sequence[memoryview]) -> list[bytes | None]:
-        """Read entries into buffers of their size. Returns the checksum that each was stored with, which the caller
-        compares with its bytes; None: it is not there any more, and the buffer's content is arbitrary."""
+        """Read entries into buffers of their sizes. Returns for each the checksum that it was stored with, which the
+        caller compares with its bytes; None: it is no longer there, and the buffer's content is arbitrary."""
         found: list[bytes | None] = [None] * len(entries)
         numbers: defaultdict[_EntryFile, list[int]] = defaultdict(list)
         with self._lock:
@@ -278,7 +281,7 @@ class DiskTier:
         return found
 
     def use(self, entries: Iterable[KVEntry]) -> None:
-        """Keep entries longer, that are in use without being read: memory has them, too. Quick."""
+        """Note that entries are in use, which are not read here because memory has them, too. Fast."""
         now = time.time_ns()
         for entry in entries:
             if (file := self._places.get(entry)) is not None:
@@ -290,7 +293,7 @@ class DiskTier:
             self._remove(file, "an entry has a wrong checksum")
 
     def write(self, entries: Sequence[KVEntry], contents: Sequence[memoryview], checksums: Sequence[bytes]) -> bool:
-        """Write a file with those of the entries that are not there yet. Returns False if that is not possible."""
+        """Write a file with the entries that are not on disk yet. Returns False if that is not possible."""
         with self._changing:
             if self._unlisted or self._clock() < self._next_write:
                 return False
@@ -310,13 +313,13 @@ class DiskTier:
                 if size > self.capacity:
                     raise OSError(errno.EFBIG, f"a file of {size:,} bytes is larger than the tier")
                 if not self._evict(size):
-                    raise OSError(errno.EDQUOT, "files that cannot be removed take the room")
+                    raise OSError(errno.EDQUOT, "files that cannot be removed take up the space")
                 with self._working("a write") as beat:
                     parts = [memoryview(head), *(contents[number] for number in numbers)]
                     try:
                         self._make_folder()
                         _write_aside(file.path, parts, beat)
-                    except FileNotFoundError:  # the folder has been removed in this moment
+                    except FileNotFoundError:  # the folder was removed just now
                         self._make_folder()
                         _write_aside(file.path, parts, beat)
                 file.used = time.time_ns()
@@ -332,8 +335,7 @@ class DiskTier:
             return True
 
     def clear(self) -> tuple[int, str]:
-        """Remove this model's files. Returns how many entries they had, and why some of them may be left; empty: none
-        is."""
+        """Remove this model's files. Returns how many entries they had, and why some may be left; empty: none are."""
         with self._changing:
             count, left = len(self._places), 0
             self._list()
@@ -347,7 +349,7 @@ class DiskTier:
             return count, self._unlisted or error
 
     def check_integrity(self) -> None:
-        """Assert that files and places fit each other."""
+        """Assert that files and places match."""
         with self._lock:
             assert self._bytes == sum(file.size for file in self._files.values())
             for path, file in self._files.items():
@@ -359,14 +361,14 @@ class DiskTier:
                 assert entry in file.entries
 
     def _hanging(self) -> str:
-        """Which operation hangs; empty: none."""
+        """Which operation hangs; empty: none does."""
         late = time.monotonic() - _HANGING_SECONDS
         names = (name for since, name in [*self._running.values()] if since < late)
         return "".join(f"{self._folder}: {name} takes more than {_HANGING_SECONDS:g} s" for name in [*names][:1])
 
     @contextlib.contextmanager
     def _working(self, name: str) -> Iterator[Callable[[], None]]:
-        """An operation begins. The function is called when it has got on."""
+        """An operation. It must call the yielded function when it makes progress."""
         key = object()
 
         def beat() -> None:
@@ -380,7 +382,7 @@ class DiskTier:
 
     @contextlib.contextmanager
     def _handling(self, file: _EntryFile) -> Iterator[None]:
-        """Forget the entries of a file that cannot be read in the block, and remove a damaged one."""
+        """In this block, a file that cannot be read loses its entries, and a damaged file is removed."""
         try:
             yield
         except FileNotFoundError:
@@ -389,20 +391,26 @@ class DiskTier:
         except DamagedFile as damage:
             self._remove(file, str(damage))
         except OSError as error:
-            now = self._clock()
-            if now >= self._next_warning:
-                logger.warning("%s cannot be read, and is not used for some time: %s", file.path, reason_of(error))
+            self._warn("read, and is not used for some time", file, error)
             with self._lock:
-                self._next_warning = now + _RETRY_SECONDS
                 self.failed += 1
                 self._forget_entries(file)
-                file.retry = now + _RETRY_SECONDS
+                file.retry = self._clock() + _RETRY_SECONDS
+
+    def _warn(self, what: str, file: _EntryFile, error: OSError) -> None:
+        """Log what cannot be done with a file: once in `_RETRY_SECONDS` for each `what`, as many files may fail."""
+        with self._lock:
+            now = self._clock()
+            if is_due := now >= self._next_warnings.get(what, now):
+                self._next_warnings[what] = now + _RETRY_SECONDS
+        if is_due:
+            logger.warning("%s cannot be %s: %s", file.path, what, reason_of(error))
 
     def _header(self, descriptor: int) -> tuple[FileHeader, int]:
-        """Read the header of one of this model's files; see `read_header`."""
+        """Read the header of a file of this model; see `read_header`."""
         header, start = read_header(descriptor)
         if header.signature != self._signature:
-            raise DamagedFile("its entries are another model's")
+            raise DamagedFile("its entries belong to another model")
         for each in header.entries:
             if not 0 <= each.kind < len(self._sizes) or each.size != self._sizes[each.kind]:
                 raise DamagedFile("its entries have other sizes")
@@ -415,8 +423,8 @@ class DiskTier:
                 self._add(file, [each.entry for each in header.entries])
 
     def _add(self, file: _EntryFile, entries: Sequence[KVEntry]) -> None:
-        """With the lock. Another server may have written the same entries: then the first file is read, and the others
-        when it is gone."""
+        """With the lock. If several servers have written the same entries, the first file is read, and the others when
+        it is gone."""
         file.entries = tuple(entries)
         for entry in entries:
             self._places.setdefault(entry, file)
@@ -439,14 +447,14 @@ class DiskTier:
             self._bytes -= file.size
 
     def _remove(self, file: _EntryFile, damage: str = "") -> bool:
-        """Remove a file, because it is damaged or for another reason; whatever happens, it is not read again."""
+        """Remove a file, because of `damage` or for another reason. Even if that fails, it is not read again."""
         if damage:
-            logger.warning("%s is damaged, and is removed: %s", file.path, damage)
+            logger.warning("%s is damaged: %s; removing it", file.path, damage)
         try:
             with self._working("removing a file"):
                 file.path.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s cannot be removed: %s", file.path, reason_of(error))
+            self._warn("removed", file, error)
             with self._lock:
                 self.failed += 1
                 self._forget_entries(file)
@@ -458,7 +466,8 @@ class DiskTier:
         return True
 
     def _evict(self, size: int) -> bool:
-        """Remove the least recently used files until there is room for another one. Returns False if there is none."""
+        """Remove the least recently used files until there is room for another one of `size` bytes. Returns whether
+        there is."""
         limit = min(self.capacity, self._room) if self._clock() < self._room_end else self.capacity
         files = self._complete_files() if self._bytes + size > limit else []
         now, queue = time.time_ns(), [(file.used, number) for number, file in enumerate(files)]
@@ -466,7 +475,7 @@ class DiskTier:
         while self._bytes + size > limit and queue:
             _, number = heapq.heappop(queue)
             oldest = files[number]
-            with contextlib.suppress(OSError):  # removing it says why
+            with contextlib.suppress(OSError):  # removing it logs why
                 if (used := min(oldest.path.stat().st_mtime_ns, now)) > oldest.used:  # by another server
                     oldest.used = used
                     heapq.heappush(queue, (used, number))
@@ -477,7 +486,7 @@ class DiskTier:
         return self._bytes + size <= self.capacity
 
     def _complete_files(self) -> list[_EntryFile]:
-        """The files of all models, without those that are not complete, or cannot be removed."""
+        """The files of all models that are complete and can be removed."""
         with self._lock:
             return [file for file in self._files.values() if file.path.suffix == ".kv" and not file.is_bad]
 
@@ -508,8 +517,8 @@ def files_below(
     may_skip: Callable[[str], bool] = lambda name: False,
     on_file: Callable[[], object] = lambda: None,
 ) -> dict[Path, os.stat_result]:
-    """Return Quire's files below the path of a disk tier; there are none if it does not exist. Raises `OSError`;
-    `may_skip` is asked about a folder that this user may not read. `on_file` is called for each file."""
+    """Return Quire's files below the path of a disk tier; none if it does not exist. Raises `OSError`. `may_skip`
+    decides whether a folder that this user cannot read is skipped. `on_file` is called for each file."""
     found = {}
     try:
         with os.scandir(path) as folders:
@@ -533,8 +542,8 @@ def files_below(
 
 
 def read_header(descriptor: int) -> tuple[FileHeader, int]:
-    """Return the header of an open file, and where its entries begin. Raises `OSError`, and `DamagedFile` unless the
-    file has the size that its header says."""
+    """Return the header of an open file, and the offset of its entries. Raises `OSError`, and `DamagedFile` unless the
+    file has the size that its header implies."""
     size, prefix = os.fstat(descriptor).st_size, bytearray(_PREFIX.size)
     _read(descriptor, memoryview(prefix), 0)
     magic, length, expected = _PREFIX.unpack(prefix)
@@ -548,16 +557,16 @@ def read_header(descriptor: int) -> tuple[FileHeader, int]:
         raise DamagedFile("its header has a wrong checksum")
     try:
         header = msgspec.msgpack.decode(encoded, type=FileHeader)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise DamagedFile(f"its header is not valid: {error}") from None
     start = _PREFIX.size + length
     if any(each.size < 0 for each in header.entries) or start + sum(each.size for each in header.entries) != size:
-        raise DamagedFile(f"it has {size:,} bytes, not those of its header")
+        raise DamagedFile(f"it has {size:,} bytes, not the number that its header implies")
     return header, start
 
 
 def model_of(folder: Path) -> str:
-    """Return the name of the model whose entries a folder has; empty if it is not known."""
+    """Return the path of the model whose entries a folder has; empty if it is not known."""
     try:
         return printable(json.loads((folder / _MODEL).read_bytes())["model"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -571,7 +580,7 @@ def count_entries(file: Path) -> int:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a model's folder, unless there are files in it that are not Quire's, or new ones. Raises `OSError`."""
+    """Remove a model's folder, unless files are left in it that are new or not Quire's. Raises `OSError`."""
     if not [name for name in os.listdir(folder) if name != _MODEL]:
         (folder / _MODEL).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a server writes to it
@@ -579,14 +588,14 @@ def remove_folder(folder: Path) -> None:
 
 
 def find_damage(file: Path, on_bytes: Callable[[int], object]) -> str:
-    """Read a whole file, and return what is wrong with it; empty: nothing. `on_bytes` is told of bytes that have been
-    read. Raises `OSError`."""
+    """Read a whole file, and return what is wrong with it; empty: nothing. `on_bytes` is called with the number of
+    bytes read. Raises `OSError`."""
     try:
         with _opened(file) as descriptor:
             header, end = read_header(descriptor)
             on_bytes(end)
             if header.signature.hex() != file.parent.name:
-                return "its entries are another model's"
+                return "its entries belong to another model"
             for number, (stored, start) in enumerate(_places((header, end))):
                 content = bytearray(stored.size)
                 _read(descriptor, memoryview(content), start)
@@ -599,7 +608,7 @@ def find_damage(file: Path, on_bytes: Callable[[int], object]) -> str:
 
 
 def _places(opened: tuple[FileHeader, int]) -> Iterator[tuple[StoredEntry, int]]:
-    """The entries of a file, and where each begins."""
+    """The entries of a file, and the offset of each."""
     header, start = opened
     starts = itertools.accumulate((each.size for each in header.entries), initial=start)
     return zip(header.entries, starts, strict=False)  # the last start is the end
@@ -615,7 +624,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _read(descriptor: int, buffer: memoryview, start: int) -> None:
-    """Fill a buffer from a place in a file. Raises `DamagedFile` if it ends before."""
+    """Fill a buffer from an offset in a file. Raises `DamagedFile` if the file is too short."""
     done = 0
     while done < len(buffer):
         if not (count := os.preadv(descriptor, [buffer[done:]], start + done)):
@@ -624,7 +633,8 @@ def _read(descriptor: int, buffer: memoryview, start: int) -> None:
 
 
 def _write_aside(path: Path, parts: Sequence[memoryview], on_write: Callable[[], object] = lambda: None) -> None:
-    """Write a file that gets its name when it is complete, and on the disk. `on_write` is called when it gets on."""
+    """Write a file under a temporary name, and rename it when it is complete and synced. `on_write` is called when
+    there is progress."""
     temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -1,20 +1,20 @@
-"""What a KV store has in memory, and what it forgets first.
+"""Which entries a KV store has in memory, and which it evicts first.
 
-The blocks of all chains are a tree: a block's node is below that of the block before it. A block is of no use without
-those before it, so of the entries that keep all tokens the ends of chains are forgotten first: the least recently used
-leaf of the tree, with all of its entries. The node before it becomes a leaf as old as this one, and is the next one,
-unless another chain goes on from it: so chains are forgotten as a whole, from the end, and what several have in common
-last.
+The blocks of all chains form a tree: a block's node is below the node of the block before it. A block is useless
+without the blocks before it, so the least recently used leaf of the tree is evicted first, with all of its entries. The
+node above then becomes a leaf of the same age, and is evicted next, unless another chain continues from it. Chains are
+therefore evicted as a whole, from the end, and a beginning that several chains share goes last.
 
-Ages are compared in *turnovers*: how often the memory has been filled since. A block deep in a chain is more costly to
-compute than one at its beginning, as it attends to all before it, and takes as many bytes; so it counts as younger, by
-a turnover for each time that its own cost is more (GreedyDual, Young 1994, with cost per byte as the credit).
+Ages are compared in *turnovers*: how often the memory has been filled since the last use. A block deep in a chain costs
+more to compute than the first one, because it attends to all blocks before it, but takes as many bytes. It counts as
+younger by the ratio of its additional cost to the cost of the first block, in turnovers (GreedyDual, Young 1994, with
+cost per byte as the credit).
 
-An entry of a window, or a state, is of use for chains that go on near it: it is also forgotten by its own age, within a
-chain whose other entries stay.
+Entries of windows, and states, help only chains that continue near them. They are also evicted by their own age, while
+the other entries of their chain stay.
 
-If no end of a chain can be forgotten, because all belongs to one that goes on, entries are that the disk has, those
-used longest ago first: so the disk may have more of a chain than memory.
+If no leaf can be evicted, because everything belongs to a chain that is in use, entries that are also on disk are
+evicted, the least recently used first. The disk may then have more of a chain than memory.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Key = tuple[bytes, int]
 
 
 class EntryState(Enum):
-    """Of an entry's bytes."""
+    """The state of an entry's bytes."""
 
     GRANTED = auto()
-    """Ranks write them."""
+    """Ranks are writing them."""
     COMING = auto()
-    """They are being summed or read from disk."""
+    """They are being checksummed, or read from disk or a peer."""
     READY = auto()
 
 
@@ -49,13 +49,13 @@ class Entry:
     state: EntryState
     offset: int = -1
     checksum: bytes = b""
-    """Of its bytes, when it is ready."""
+    """The checksum of its bytes, once it is ready."""
     pins: int = 0
-    """Loads, grants and jobs that use its place, which stays theirs also when the entry has been forgotten."""
+    """How many loads, grants and jobs use its place. They keep it even after the entry has been evicted."""
     is_known: bool = False
     """Whether it is in the index."""
     used: int = 0
-    """When it was stored or loaded."""
+    """When it was last stored or loaded."""
 
     @property
     def key(self) -> Key:
@@ -67,15 +67,15 @@ class _ChainBlock:
     link: bytes
     parent: bytes
     used: int
-    """When its entries, or those of a node below it, were stored, loaded or looked up."""
+    """When its entries, or entries of a node below it, were last stored, loaded or looked up."""
     used_at: float
     """The same, in turnovers."""
     depth: int = 0
-    """Blocks before it, as far as memory has them."""
+    """Blocks before it in memory."""
     entries: dict[int, Entry] = field(default_factory=dict)
     """By kind."""
     queued: tuple[float, int] | None = None
-    """The rank with which it is in the queue of leaves."""
+    """Its rank in the queue of leaves; None: it is not there."""
 
 
 class Index:
@@ -92,18 +92,18 @@ class Index:
         shares: Sequence[float] = (),
         doubling: float = math.inf,
     ) -> None:
-        """Whether each kind has a window, and which part of the memory an entry of it takes. `on_removed` is called for
-        each entry that is forgotten. A block with `doubling` blocks before it costs twice as much to compute as one
-        without any."""
+        """`has_window` says for each kind whether it has a window, and `shares` which part of the memory an entry
+        takes. `on_removed` is called for each entry that leaves the index. A block with `doubling` blocks before it
+        costs twice as much to compute as one with none."""
         self._on_removed = on_removed
         self._has_window, self._shares, self._doubling = has_window, shares or [0.0] * len(has_window), doubling
         self._on_disk: OrderedDict[Entry, None] = OrderedDict()
-        """Entries that have been seen on disk; those first that were used or written longest ago."""
+        """Entries that were seen on disk, the least recently used or written first."""
         self._nodes: dict[bytes, _ChainBlock] = {}
         self._children: Counter[bytes] = Counter()
-        """Nodes below each link, which may have no node itself."""
+        """How many nodes are below each link, which may have no node itself."""
         self._leaves: list[tuple[tuple[float, int], bytes]] = []
-        """A heap by rank; also of links that have no node, are no leaves, or have been used since."""
+        """A heap by rank. It may contain stale links: without a node, not leaves any more, or used since."""
         self._windows: OrderedDict[Entry, None] = OrderedDict()
         """Entries of kinds with a window, the least recently used first."""
         self._now, self._turnovers = 0, 0.0
@@ -113,7 +113,7 @@ class Index:
         return (entry for node in self._nodes.values() for entry in node.entries.values())
 
     def advance(self) -> None:
-        """Let what is used from now on be younger than what has been used so far."""
+        """Make later uses younger than all uses so far."""
         self._now += 1
 
     def get(self, link: bytes, kind: int) -> Entry | None:
@@ -126,7 +126,7 @@ class Index:
         return {} if node is None else node.entries
 
     def add(self, entry: Entry, parent: bytes) -> None:
-        """Add an entry of a block that comes after `parent`, which is empty if it is the first or not known."""
+        """Add an entry of the block after `parent`, which is empty if there is none or it is not known."""
         node = self._nodes.get(entry.link)
         if node is None:
             before = self._nodes.get(parent)
@@ -144,7 +144,7 @@ class Index:
         self.use(entry)
 
     def use(self, entry: Entry) -> None:
-        """Note that an entry is used."""
+        """Note that an entry was used."""
         self.touch(entry.link)
         entry.used = self._now
         if self._has_window[entry.kind]:
@@ -160,12 +160,12 @@ class Index:
             self._on_disk.move_to_end(entry)
 
     def touch(self, link: bytes) -> None:
-        """Note that a block is looked up."""
+        """Note that a block was looked up."""
         if (node := self._nodes.get(link)) is not None:
             node.used, node.used_at = self._now, self._turnovers
 
     def remove(self, entry: Entry) -> None:
-        """Forget an entry."""
+        """Remove an entry."""
         node = self._nodes[entry.link]
         del node.entries[entry.kind]
         entry.is_known = False
@@ -186,13 +186,13 @@ class Index:
             self._queue(parent)
 
     def parent(self, link: bytes) -> bytes:
-        """Return the link before that of a block in memory; empty: it is the first, or not known."""
+        """Return the link before a block in memory; empty: the block is the first, or the link is not known."""
         return self._nodes[link].parent
 
     def evict(self, spared: bytes, is_on_disk: Callable[[Entry], bool] | None = None) -> list[Entry]:
-        """Forget the entries that are worth least and that nobody uses, but not those of block `spared`; returns them.
-        Empty: there are no more. `is_on_disk` says whether an entry that has been there still is; None: it
-        cannot be read at present.
+        """Evict the least valuable unused entries, but none of block `spared`; returns them. Empty: there are none
+        left. `is_on_disk` says whether an entry that was seen on disk is still there; None: the disk cannot be read at
+        present.
         """
         leaf = self._oldest_leaf(spared)
         lone = next((each for each in self._windows if not each.pins and each.link != spared), None)
@@ -215,7 +215,7 @@ class Index:
         return evicted
 
     def _oldest_leaf(self, spared: bytes) -> _ChainBlock | None:
-        """The least recently used leaf with an entry that nobody uses."""
+        """The leaf with the lowest rank that has an unused entry."""
         found, in_use = None, []
         while self._leaves:
             rank, link = self._leaves[0]
@@ -236,7 +236,7 @@ class Index:
         return found
 
     def _rank(self, node: _ChainBlock) -> tuple[float, int]:
-        """Leaves with lower ranks are forgotten first."""
+        """Leaves with lower ranks are evicted first."""
         return node.used_at + node.depth / self._doubling, node.used
 
     def _queue(self, node: _ChainBlock) -> None:

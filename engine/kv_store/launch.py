@@ -14,9 +14,9 @@ class KVStoreArgs:
     """The arguments of the process."""
 
     config: EngineConfig
-    """That of the host, which has a `kv_store`."""
+    """The configuration of the host, with a `kv_store`."""
     address: str
-    """The Unix socket that it binds: `Endpoints.kv_store`."""
+    """The address of its Unix socket: `Endpoints.kv_store`."""
     folder: str
     """The server's folder for temporary files."""
     log_level: str
@@ -25,13 +25,13 @@ class KVStoreArgs:
     peers: tuple[str, ...] = ()
     """Addresses of other stores."""
     rank_host: str = ""
-    """Ranks on other hosts reach the memory at the address of this host that leads there (`address_towards`); empty:
-    there are none."""
+    """A host with ranks that need the memory: they reach it at the address of this host that leads there
+    (`address_towards`). Empty: there are none."""
 
 
 def peer_address(config: EngineConfig) -> str:
-    """Return where other servers' stores read from that of this host (`HOST:PORT`), at a loopback address without a
-    token; empty: nowhere."""
+    """Return where stores of other servers read this host's store (`HOST:PORT`): without a token, at a loopback
+    address; empty: nowhere."""
     if config.kv_store is None or not config.kv_store.peer_port:
         return ""
     host = own_address() if config.parallel.cluster_token else LOOPBACK
@@ -39,5 +39,5 @@ def peer_address(config: EngineConfig) -> str:
 
 
 def start_kv_store(args: KVStoreArgs) -> Process:
-    """Start the process, which serves the engine cores of this host."""
+    """Start the process that serves the engine cores of this host."""
     return start_process("quire.engine.kv_store.process", args)

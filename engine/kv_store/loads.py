@@ -1,7 +1,8 @@
 """Loads of a KV store: entries that cores read, from memory, disk and peers.
 
-Each entry of a load is checked, read or fetched, or waited for while somebody else does that or stores it. The core is
-told of each as soon as it is there, or cannot be had. Until it is released, its place stays the load's.
+Each entry of a load is verified, read or fetched, or the load waits while somebody else does that or stores it. The
+core is told of each entry as soon as it is in memory, or cannot be had. A load keeps the places of its entries until it
+releases them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from quire.engine.config.kv_layout import KVKind
 from quire.engine.kv_store.checksum import bind, checksum
@@ -23,9 +23,9 @@ from quire.engine.kv_store.tier_events import TierEvents
 from quire.engine.protocol.kv_store import DISK, MEMORY, PEER, FromStore, KVEntry, KVStoreStats, LoadedKV, LoadKV
 
 _LOAD_READS = 4
-"""Jobs of one load that are being read, or wait for a thread: a long load does not delay others."""
+"""Maximum reads of one load that run or wait for a thread, so that a long load does not delay others."""
 _WAVE = 64
-"""Entries for which a load looks at once that has found no place for all."""
+"""Entries that are handled at a time by a load that has not found places for all of them."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +39,15 @@ class StoreLoad:
     entries: list[KVEntry]
     parents: list[bytes]
     held: dict[int, Entry] = field(default_factory=dict)
-    """By number: the entries that it has a pin on, those whose fate is not known included."""
+    """By number: the entries that it has pinned, including those that may still fail."""
     waits: bool = False
-    """It waits for entries that nobody is writing yet."""
+    """It waits even for entries that nobody is writing yet."""
     peer: str = ""
     """See `LoadKV`."""
     expected: set[int] = field(default_factory=set)
-    """Numbers of entries that are neither here nor on their way from disk, and that it waits for."""
+    """Numbers of the entries that it waits for others to store."""
     unread: deque[int] = field(default_factory=deque)
-    """Numbers of entries that find no place before some of those that are held have been released."""
+    """Numbers of the entries for which there is no place until some held entries have been released."""
     is_released: bool = False
 
 
@@ -56,7 +56,7 @@ class OpenCore:
     """A core that has opened the store."""
 
     replica: int
-    """Below 0: the store of another host, which gets what this one has itself."""
+    """Below 0: the store of another host, for which this store asks no third one."""
     incarnation: int
     client: bytes
     """The name of its connection."""
@@ -68,22 +68,6 @@ class OpenCore:
     """By rank: the number of the last connection with which a rank of another host has used an entry."""
 
 
-class LoadSources(Protocol):
-    """Where loads find what is not in memory, and a place for it: the store."""
-
-    disk: DiskTier | None
-    peers: PeerTier | None
-
-    @property
-    def usable_peers(self) -> PeerTier | None: ...
-
-    def is_on_disk(self, link: bytes, kind: int, /) -> bool: ...
-
-    def make(self, key: KVEntry, parent: bytes, state: EntryState, /) -> Entry | None: ...
-
-    def save(self, entry: Entry, /) -> None: ...
-
-
 class StoreLoads:
     """The loads of all cores."""
 
@@ -91,34 +75,43 @@ class StoreLoads:
         self,
         kinds: Sequence[KVKind],
         entries: StoreEntries,
-        sources: LoadSources,
         events: TierEvents,
         stats: KVStoreStats,
         send: Callable[[bytes, FromStore], None],
+        clock: Callable[[], float],
     ) -> None:
-        self._kinds, self._entries, self._index, self._sources = kinds, entries, entries.index, sources
-        self._events, self._stats, self._send = events, stats, send
+        self._kinds, self._entries, self._index = kinds, entries, entries.index
+        self._events, self._stats, self._send, self._clock = events, stats, send, clock
+        self.peers: PeerTier | None = None
+        self.reads_peers_at = 0.0
+        """Peers have nothing before this time."""
         self._waiting: dict[Entry, list[tuple[StoreLoad, int]]] = {}
-        """Loads, with the numbers of their entries, that wait until an entry is ready."""
+        """For each coming entry: the loads that wait until it is ready, and its number in each."""
         self._expected: dict[Key, dict[StoreLoad, int]] = {}
-        """Loads that wait until an entry is stored, with its number in each."""
+        """For each missing entry: the loads that wait until it is stored, and its number in each."""
+
+    @property
+    def usable_peers(self) -> PeerTier | None:
+        """The stores of other hosts, if some may have something."""
+        is_usable = self.peers is not None and self.peers.is_usable and self._clock() >= self.reads_peers_at
+        return self.peers if is_usable else None
 
     def begin(self, core: OpenCore, message: LoadKV) -> None:
-        """Handle a `LoadKV`; entries are answered as they come."""
+        """Handle a `LoadKV`; its entries are answered as they arrive."""
         assert message.call_id not in core.loads
-        peer = message.peer if self._sources.peers is not None else ""
+        peer = message.peer if self.peers is not None else ""
         load = StoreLoad(core, message.call_id, message.entries, message.parents, waits=message.waits, peer=peer)
         core.loads[message.call_id] = load
         self._fetch(load, range(len(message.entries)))
-        if load.peer and load.waits and self._sources.peers is not None:
-            self._sources.peers.expect(
+        if load.peer and load.waits and self.peers is not None:
+            self.peers.expect(
                 load.peer,
                 lambda: self._expected_links(load) if load.waits and not load.is_released else None,
                 partial(self._fetch_expected, load),
             )
 
     def _fetch(self, load: StoreLoad, numbers: Iterable[int]) -> None:
-        """Find entries of a load in memory or on disk."""
+        """Find entries of a load in memory, on disk or at peers."""
         checked, missing = list[int](), list[int]()
         for number in numbers:
             key = load.entries[number]
@@ -133,14 +126,14 @@ class StoreLoads:
             else:
                 self._waiting[entry].append((load, number))
         failed, reading, fetching = list[int](), list[Entry](), list[Entry]()
-        peers = self._sources.usable_peers if load.core.replica >= 0 else None
+        peers = self.usable_peers if load.core.replica >= 0 else None
         for at, number in enumerate(missing):  # now that nothing is forgotten that the load needs, too
             key = load.entries[number]
             entry = self._index.get(key.link, key.kind)
-            is_on_disk = self._sources.is_on_disk(key.link, key.kind)
+            is_on_disk = self._entries.is_on_disk(key.link, key.kind)
             is_elsewhere = peers is not None and key in peers
             if entry is None and (is_on_disk or is_elsewhere):
-                entry = self._sources.make(key, load.parents[number] if load.parents else b"", EntryState.COMING)
+                entry = self._entries.make(key, load.parents[number] if load.parents else b"", EntryState.COMING)
                 if entry is not None:
                     self.wait_for(entry)
                     (reading if is_on_disk else fetching).append(entry)
@@ -164,7 +157,7 @@ class StoreLoads:
             self._fetch_from_peers(peers, fetching)
 
     def _fetch_unread(self, load: StoreLoad) -> None:
-        """Go on with a load that has found no place for all entries, as long as there are places."""
+        """Continue a load that has not found places for all entries, as long as there are places."""
         while load.unread:
             numbers = [load.unread.popleft() for _ in range(min(_WAVE, len(load.unread)))]
             left = len(load.unread)
@@ -173,7 +166,7 @@ class StoreLoads:
                 break
 
     def wait_for(self, entry: Entry) -> None:
-        """An entry is coming, which loads may wait for."""
+        """Note that an entry is coming: the loads that expect it now wait until it is ready."""
         self._waiting[entry] = []
         for load, number in self._expected.pop(entry.key, {}).items():
             load.expected.discard(number)
@@ -181,13 +174,14 @@ class StoreLoads:
             self._waiting[entry].append((load, number))
 
     def _expected_links(self, load: StoreLoad) -> list[bytes]:
-        """The links of what a load expects, in the order of the chain."""
+        """The links of the entries that a load expects, in the order of the chain."""
         return [*dict.fromkeys(load.entries[number].link for number in sorted(load.expected))]
 
     def _fetch_expected(self, load: StoreLoad) -> bool:
-        """Fetch what a load expects and peers have by now; returns whether there is something, and a place for it."""
+        """Fetch the entries that a load expects and peers have by now; returns whether any were found, with places for
+        them."""
         count = len(load.expected)
-        if (peers := self._sources.usable_peers) is not None:
+        if (peers := self.usable_peers) is not None:
             numbers = sorted(number for number in load.expected if load.entries[number] in peers)
             for number in numbers:
                 self._expect_no_more(load, number)
@@ -195,21 +189,21 @@ class StoreLoads:
         return len(load.expected) < count
 
     def settle(self, load: StoreLoad, *, gives_up: bool) -> None:
-        """Let what a load expects fail, unless it is being written: by a core of this host, or of another, which is
-        asked a last time."""
+        """Let the entries fail that a load expects, except those that a core is writing: on this host, or on another
+        one, which is asked a last time."""
         load.waits = False
 
         def found(has: Sequence[bytes]) -> None:
             self._fetch_expected(load)
             self._fail(load, [*load.expected])
 
-        if load.peer and load.expected and (peers := self._sources.usable_peers) is not None:
+        if load.peer and load.expected and (peers := self.usable_peers) is not None:
             assert not gives_up, "only readers on other hosts do, whose loads name no peer"
             return peers.look_up(self._expected_links(load), load.peer, found, asks_others=False)
         self._fail(load, [*load.expected], gives_up=gives_up)
 
     def _fail(self, load: StoreLoad, numbers: Iterable[int], *, gives_up: bool = False) -> None:
-        """Let those of these expected entries fail that no core is writing, or all."""
+        """Let these expected entries fail: those that no core is writing, or all with `gives_up`."""
         keys = {number: (load.entries[number].link, load.entries[number].kind) for number in numbers}
         failed = [number for number, key in keys.items() if gives_up or self._index.get(*key) is None]
         for number in failed:
@@ -228,7 +222,7 @@ class StoreLoads:
         load.held[number] = entry
 
     def _check(self, load: StoreLoad, numbers: list[int]) -> None:
-        """Compare the checksums of entries in memory, which the load holds."""
+        """Verify the checksums of entries in memory that the load holds."""
         for batch in self._entries.batches([load.held[number] for number in numbers], JOB_BYTES):
             own, numbers = numbers[: len(batch)], numbers[len(batch) :]
             sums, views = [entry.checksum for entry in batch], self._entries.views(batch)
@@ -248,7 +242,7 @@ class StoreLoads:
                 continue
             if is_right:
                 loaded.append(number)
-                self._sources.save(entry)  # its file may have been evicted since
+                self._entries.save(entry)  # its file may have been evicted since
                 self._stats.loaded_memory_bytes += self._kinds[entry.kind].size
             else:
                 wrong.append(number)
@@ -267,10 +261,10 @@ class StoreLoads:
     def _read_next(self, batches: Iterator[list[Entry]]) -> None:
         if (batch := next(batches, None)) is None:
             return
-        assert self._sources.disk is not None
+        assert self._entries.disk is not None
         waiting = [self._waiting[entry] for entry in batch]
         job = partial(
-            _read, self._sources.disk, [KVEntry(*entry.key) for entry in batch], self._entries.views(batch), waiting
+            _read, self._entries.disk, [KVEntry(*entry.key) for entry in batch], self._entries.views(batch), waiting
         )
 
         def came(sums: list[bytes | None]) -> None:
@@ -301,7 +295,7 @@ class StoreLoads:
         peers.fetch(keys, self._entries.views(entries), is_wanted, fetched)
 
     def _came(self, entries: list[Entry], tier: int, sums: list[bytes | None]) -> None:
-        """Entries have come from a tier, and have these checksums: None: they could not be read, empty: they are
+        """Note that entries have come from a tier with these checksums. None: an entry could not be read; empty: it is
         damaged."""
         answers: dict[StoreLoad, tuple[list[int], list[int]]] = {}
         again: list[tuple[StoreLoad, int]] = []
@@ -311,7 +305,7 @@ class StoreLoads:
             if found:
                 entry.checksum, entry.state = found, EntryState.READY
                 self._events.note(MEMORY, entry.link, entry.kind)
-                self._sources.save(entry)
+                self._entries.save(entry)
             elif entry.is_known:
                 self._entries.forget(entry)
             for load, number in self._waiting.pop(entry):
@@ -341,7 +335,7 @@ class StoreLoads:
             self._send(load.core.client, LoadedKV(load.call_id, loaded, offsets, failed))
 
     def release(self, load: StoreLoad, numbers: list[int]) -> None:
-        """Release some entries of a load, or all, which ends it."""
+        """Release some entries of a load; without numbers, release all, which ends it."""
         if not numbers:
             del load.core.loads[load.call_id]
             load.is_released = True
@@ -354,13 +348,13 @@ class StoreLoads:
         self._fetch_unread(load)
 
     def lose(self, entry: Entry) -> None:
-        """An entry will not be stored."""
+        """Note that an entry will not be stored."""
         for load, number in [*self._expected.get(entry.key, {}).items()]:
             if not load.waits:
                 self._fail(load, [number])
 
     def take(self, entries: list[Entry]) -> None:
-        """Entries that have been stored are ready."""
+        """Note that stored entries are ready."""
         loaded: dict[StoreLoad, list[int]] = {}
         for entry in entries:
             for load, number in self._waiting.pop(entry):
@@ -391,7 +385,8 @@ def _are_right(views: list[memoryview], sums: list[bytes]) -> list[bool]:
 
 
 def _compare(keys: list[KVEntry], views: list[memoryview], sums: list[bytes | None]) -> list[bytes | None]:
-    """Return the checksums of entries that have come from a peer with these bound ones, empty if they are damaged."""
+    """Return the checksums of entries that came from a peer with these bound checksums; empty if an entry is
+    damaged."""
     found = [None if each is None else checksum(view) for view, each in zip(views, sums, strict=True)]
     return [
         own and own * (bind(own, key.link, key.kind) == each) for key, own, each in zip(keys, found, sums, strict=True)
@@ -401,15 +396,14 @@ def _compare(keys: list[KVEntry], views: list[memoryview], sums: list[bytes | No
 def _read(
     disk: DiskTier, entries: list[KVEntry], views: list[memoryview], waiting: list[list[tuple[StoreLoad, int]]]
 ) -> list[bytes | None]:
-    """Read entries, unless nobody waits for them any more; returns their checksums. None: one could not be read, empty:
-    it is damaged.
+    """Read entries, unless nobody waits for them any more; returns their checksums. None: an entry could not be read;
+    empty: it is damaged.
     """
     if all(load.is_released for loads in waiting for load, _ in loads):
         return [None] * len(entries)
     sums = disk.read(entries, views)
     for number, (found, view) in enumerate(zip(sums, views, strict=True)):
         if found is not None and checksum(view) != found:
-            logger.warning("a damaged entry was found on disk, and is dropped")
-            disk.drop(entries[number])
+            disk.drop(entries[number])  # which names the file, once for all of its entries
             sums[number] = b""
     return sums

@@ -27,26 +27,26 @@ from quire.engine.protocol.kv_peers import FromPeer, ToPeer
 from quire.engine.protocol.kv_store import FromStore
 
 _BURST = 16
-"""Messages of a socket between two looks at everything else."""
+"""Messages taken from a socket before everything else gets its turn."""
 _QUEUE = 8
-"""Messages that wait in the connection of a reader."""
+"""Maximum messages that wait in the connection of a reader."""
 _RESOLVE_SECONDS = 30.0
-"""Interval at which names are resolved again: orchestrators move a name to another address with its host."""
+"""Interval at which names are resolved again: orchestrators move a name to a new address with its host."""
 _LISTEN_SECONDS = 1.0
-"""Interval of attempts to listen at a port that another program has."""
+"""Interval between attempts to listen at a port that another program has."""
 
 logger = logging.getLogger(__name__)
 
 
 class PeerLinks:
-    """Reads from peers through a socket for each, and answers readers through one. `poller` has all of them.
+    """Reads from peers through one socket each, and answers all readers through one socket. `poller` has all of them.
 
-    Names are resolved by a thread, again and again, and sockets connect to addresses, so that a name server that does
-    not answer delays nothing else.
+    A thread resolves names, repeatedly, and sockets connect to addresses, so that a name server that does not answer
+    delays nothing else.
     """
 
     def __init__(self, poller: zmq.Poller, token: str, call: Callable[[Callable[[], None]], None]) -> None:
-        """`call` has a function called in the thread that owns this."""
+        """`call` makes the thread that owns this object call a function."""
         self._poller, self._call, self._is_closed = poller, call, threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._security = Security(self._context, token)
@@ -59,7 +59,7 @@ class PeerLinks:
         """Let others read from this store; returns False if another program has the port. Raises `zmq.ZMQError`."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.SNDHWM, _QUEUE)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what is full says so
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full connection raises `zmq.Again`
         try:
             self._security.bind(socket, url)
         except zmq.ZMQError as error:
@@ -90,8 +90,8 @@ class PeerLinks:
             threading.Thread(target=self._resolve, args=(names,), daemon=True, name="kv-peer-names").start()
 
     def _resolve(self, names: dict[str, str]) -> None:
-        """In a thread: connect to peers with these names, and again when a name has another address, while they are
-        used."""
+        """In a thread: connect to the peers with these names, and again when a name has a new address, as long as they
+        are used."""
         known = dict[str, str]()
         while names := {address: name for address, name in names.items() if address in self._used}:
             for address, name in names.items():
@@ -110,7 +110,7 @@ class PeerLinks:
                 return
 
     def _connect(self, address: str, to: str) -> None:
-        """Connect to a peer that is used, which is at an IP address, instead of what it was connected to."""
+        """Connect to a used peer at an IP address, in place of its earlier connection."""
         self._disconnect(address)
         if address not in self._used:
             return
@@ -136,11 +136,11 @@ class PeerLinks:
                 socket.send_multipart(split(self._encode(message)), zmq.NOBLOCK)
 
     def answer(self, name: bytes, message: FromPeer, content: memoryview | None) -> bool:
-        """Send a message to a reader, or drop it if it is gone; returns False if it takes none at present."""
+        """Send a message to a reader, or drop it if the reader is gone; returns False if it takes none at present."""
         assert self._server is not None
         frames: list[bytes | memoryview] = [name, self._encode(message), *([] if content is None else [content])]
         try:
-            self._server.send_multipart(frames, zmq.NOBLOCK)  # it is a copy
+            self._server.send_multipart(frames, zmq.NOBLOCK)  # copies the frames
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -180,23 +180,23 @@ class PeerLinks:
 
 
 class Peers:
-    """What the process of a store has for those of other hosts: what it reads from them, and what it lets them read."""
+    """Everything about stores of other hosts in the process of a store: reading from them, and letting them read."""
 
     def __init__(
         self, args: KVStoreArgs, store: KVStore, poller: zmq.Poller, call: Callable[[Callable[[], None]], None]
     ) -> None:
-        """For `call` see `PeerLinks`. Raises `ConfigError` if the address is not this host's."""
+        """For `call` see `PeerLinks`. Raises `ConfigError` if the address to listen at is not this host's."""
         assert args.config.kv_store is not None
         self._args, self._store, self._config, self._addresses = args, store, args.config.kv_store, args.peers
         self._links = PeerLinks(poller, args.config.parallel.cluster_token, call)
         self._next_listen = 0.0 if args.peer_address else math.inf
-        """When to try to listen, again."""
+        """When to try to listen next."""
         self._listen()
         self._tier: PeerTier | None = None
         self._server: PeerServer | None = None
 
     def _listen(self) -> None:
-        """Try to listen, until the port is free: with --takeover, the server before this one has it."""
+        """Try to listen, repeatedly until the port is free: with --takeover, the old server still has it."""
         if (now := time.monotonic()) < self._next_listen:
             return
         is_first, self._next_listen = not self._next_listen, now + _LISTEN_SECONDS
@@ -213,13 +213,13 @@ class Peers:
             logger.info("the KV stores of other hosts read from this one at %s", address)
         elif is_first:
             logger.warning(
-                "another program listens at %s: the KV stores of other hosts cannot read from this one before it ends; "
-                "if it is not the server before this one, choose another --kv-peer-port",
+                "another program listens at %s: the KV stores of other hosts cannot read from this one until it ends; "
+                "unless it is the server that this one takes over from, choose another --kv-peer-port",
                 address,
             )
 
     def begin(self, signature: bytes, sizes: Sequence[int]) -> None:
-        """Read from others, and let them read, now that it is known what entries depend on."""
+        """Begin to read from others, and to let them read, now that the signature is known."""
         links, store, address = self._links, self._store, self._args.peer_address
         self._tier = tier = PeerTier(signature, sizes, links.ask)
         self.use(self._addresses)
@@ -262,6 +262,6 @@ class Peers:
         self._store.sent_peer_bytes = self._server.sent_bytes
 
     def deliver(self, client: bytes, message: FromStore) -> None:
-        """Pass on what the store answers a reader."""
+        """Pass the store's answer on to a reader."""
         if self._server is not None:
             self._server.deliver(client, message)

@@ -1,10 +1,9 @@
-"""Serves the entries of a store to those of other hosts (`quire.engine.protocol.kv_peers`).
+"""Serves the entries of a store to the stores of other hosts (`quire.engine.protocol.kv_peers`).
 
-A reader is to the store what a core is that only loads, so its entries are read from disk, checked and kept in their
-places in the same way. Bytes leave as fast as the budget of bandwidth and the reader's connection let them, those of
-all readers in turn. A reader that does not read holds the entries of `MAX_FETCHES` calls, and a few messages in its
-connection: what it asks for beyond that is not answered with bytes, and so are readers for which the budget is too
-small, so that they compute at once.
+To the store, a reader looks like a core that only loads, so entries for it are read from disk, checked and pinned in
+the same way. Readers take turns, and bytes leave as fast as the bandwidth limit and the reader's connection allow. A
+reader that does not read holds the entries of `MAX_FETCHES` calls, and a few messages in its connection. Further calls
+are refused, and so are readers for which the bandwidth does not suffice, so that they compute at once.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import msgspec
 from quire.engine.cluster.security import Dropped, join
 from quire.engine.kv_store.checksum import bind
 from quire.engine.kv_store.peers import PeerTier
+from quire.engine.protocol.errors import UNDECODABLE
 from quire.engine.protocol.kv_peers import (
     FETCH_BYTES,
     GRANT_SECONDS,
@@ -50,20 +50,20 @@ from quire.engine.protocol.kv_store import (
 )
 
 FORGET_SECONDS = 30.0
-"""A reader that is silent for so long, or takes nothing of what it has asked for, has gone."""
+"""A reader that has been silent, or has taken nothing of what it asked for, for this long is gone."""
 _BURST_SECONDS = 0.1
-"""The budget of so much time may be used at once."""
+"""The bandwidth of this much time may be used at once."""
 _AT_ONCE = 8 << 20
-"""Bytes that are sent between two looks at messages."""
+"""Bytes that are sent before messages get their turn."""
 _MAX_READERS = 64
 _MAX_UNTOLD = 64
-"""Messages without content that wait for a connection; more are dropped."""
+"""Maximum messages without content that wait for a connection; further ones are dropped."""
 _FULL_SECONDS = 0.005
-"""Time after which a connection that took no more is tried again."""
+"""Time after which a full connection is tried again."""
 
 _decode = msgspec.msgpack.Decoder[ToPeer](ToPeer).decode
 _PREFIX = b"peer:"
-"""How the store's clients are called that are readers."""
+"""Prefix of the names of clients that are readers."""
 
 
 @dataclass(eq=False)
@@ -72,9 +72,9 @@ class _ReadCall:
 
     reader: _PeerReader
     call_id: int
-    """The reader's."""
+    """The reader's number of the call."""
     number: int
-    """The store's."""
+    """The store's number of the call."""
     entries: list[KVEntry]
     left: set[int]
     """Numbers of the entries that have neither been sent nor failed."""
@@ -126,16 +126,16 @@ class PeerServer:
         bandwidth: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`handle`, `find` and `forget` (a replica) are the store's, and `locate` returns the bytes and the checksum of
-        a loaded entry of a kind at an offset. `tier` reads from others, and readers read at the address `own`. `send`
-        sends a message, with content, and returns False if the connection takes no more at present. `bandwidth`: bytes
-        per second; 0: no limit."""
+        """`handle`, `find` and `forget` (a replica) are the store's. `locate` returns the bytes and the checksum of a
+        loaded entry, given kind and offset. `tier` reads from others; readers connect to the address `own`. `send`
+        sends a message with content, and returns False if the connection is full. `bandwidth`: bytes per second; 0: no
+        limit."""
         self._signature, self._sizes, self._clock = signature, sizes, clock
         self._handle, self._find, self._locate, self._forget = handle, find, locate, forget
         self._tier, self._own, self._send = tier, own, send
         self._bandwidth, self._rubbish = bandwidth, Dropped("dropped a message of another KV store")
         self._readers: dict[bytes, _PeerReader] = {}
-        """Those that have got something longest ago first."""
+        """By name, the least recently served first."""
         self._last_number = 0
         self._next_piece = 0.0
         """No piece leaves before this time."""
@@ -146,10 +146,10 @@ class PeerServer:
         return client.startswith(_PREFIX)
 
     def receive(self, name: bytes, frames: Sequence[bytes]) -> None:
-        """Take a message of a reader, whose connection has that name. One that makes no sense is dropped."""
+        """Take a message of the reader whose connection has that name. An invalid one is dropped."""
         try:
             message = _decode(join(frames))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as reason:
+        except UNDECODABLE as reason:
             return self._rubbish.add(reason)
         tell = partial(self._tell, name)
         error = "" if message.signature == self._signature else "it has another model, version or cache type"
@@ -183,7 +183,8 @@ class PeerServer:
         self._handle(reader.client, LoadKV(self._last_number, entries))
 
     def _has_room(self, reader: _PeerReader | None) -> bool:
-        """Whether a reader can have another call. Those that have some get twice `LEAST_RATE` each."""
+        """Whether a reader can have another call. The bandwidth must suffice for twice `LEAST_RATE` for each active
+        reader."""
         if reader is None and len(self._readers) >= _MAX_READERS:
             return False
         if reader is not None and reader.calls:
@@ -192,7 +193,7 @@ class PeerServer:
         return not others or not self._bandwidth or (others + 1) * 2 * LEAST_RATE <= self._bandwidth
 
     def _tell(self, name: bytes, message: FromPeer) -> None:
-        """Send a message without content, when the connection takes it."""
+        """Send a message without content, now or when the connection takes it."""
         reader = self._readers.get(name)
         if (reader is None or not reader.untold) and self._send(name, message, None):
             return
@@ -208,7 +209,7 @@ class PeerServer:
         return len(entries) == 1 or sum(self._sizes[each.kind] for each in entries) <= FETCH_BYTES
 
     def deliver(self, client: bytes, message: FromStore) -> None:
-        """Take what the store answers."""
+        """Take an answer of the store."""
         reader = self._readers.get(client.removeprefix(_PREFIX))
         if reader is None or not isinstance(message, LoadedKV):
             return
@@ -220,7 +221,7 @@ class PeerServer:
             self._let_go(call, message.failed)
 
     def _let_go(self, call: _ReadCall, numbers: list[int]) -> None:
-        """Release entries of a call; it ends with the last of them."""
+        """Release entries of a call, which ends with the last of them."""
         call.left.difference_update(numbers)
         if not call.left:
             del call.reader.calls[call.number]
@@ -234,7 +235,7 @@ class PeerServer:
         return max(0.0, min(times, default=math.inf) - self._clock())
 
     def pump(self) -> None:
-        """Send what the budget and the connections allow."""
+        """Send as much as the bandwidth and the connections allow."""
         now, left = self._clock(), _AT_ONCE
         for call in [call for reader in self._readers.values() for call in reader.calls.values()]:
             if call.settles_at <= now:
@@ -249,14 +250,14 @@ class PeerServer:
                 reader.retry_at = now + _FULL_SECONDS
         ready = deque(reader for reader in ready if reader.loaded and not reader.untold)
         most = PIECE_BYTES
-        if self._bandwidth:  # so that each gets several in the time after which it finds this store late
+        if self._bandwidth:  # several pieces for each before it finds this store late
             most = min(most, max(1, int(self._bandwidth / (8 * max(1, len(ready))))))
         while ready and left > 0 and self._next_piece <= now:
             reader = ready.popleft()
             if not (size := self._send_piece(reader, most)):
                 reader.retry_at = now + _FULL_SECONDS
                 continue
-            self._readers[reader.name] = self._readers.pop(reader.name)  # the last one next time
+            self._readers[reader.name] = self._readers.pop(reader.name)  # to the end of the order
             reader.moved_at = now
             left -= size
             self.sent_bytes += size
@@ -270,7 +271,7 @@ class PeerServer:
                 self._forget(reader.replica)
 
     def _send_piece(self, reader: _PeerReader, most: int) -> int:
-        """Send the next piece; returns its bytes, 0 if the connection takes no more."""
+        """Send the next piece; returns the number of its bytes, 0 if the connection is full."""
         call, number, offset = reader.loaded[0]
         entry = call.entries[number]
         view, checksum = self._locate(entry.kind, offset)

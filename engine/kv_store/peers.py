@@ -1,10 +1,10 @@
-"""The stores of other hosts, as a tier below memory and disk: what they have, and fetching it.
+"""The stores of other hosts, as a tier below memory and disk: which entries they have, and fetching these.
 
-All of it runs in the thread of the store, and nothing blocks: `receive` takes what has arrived, `tick` ends what is
-late. The peers are those that the server names: nothing that arrives from one adds another. A peer is asked only while
-it answers: one that is late or wrong with anything has nothing for some time, and until it is heard of again.
-Bytes are written where the caller says, in the order in which they come, and no more once `done` has been called, so
-that a late piece never damages what has the place by then.
+Everything runs in the thread of the store, and nothing blocks: `receive` takes messages that have arrived, `tick` ends
+what is late. Only the server names peers; no message from a peer can add one. Only peers that answer are asked: one
+that was late or wrong is not asked for some time, and not until it has been heard from again. Bytes are written where
+the caller says, in the order in which they arrive, and never after `done` has been called, so that a late piece cannot
+damage a later entry in the same place.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import msgspec
 
 from quire.engine.kv_store.checksum import CHECKSUM_BYTES
 from quire.engine.process.log import printable
+from quire.engine.protocol.errors import UNDECODABLE
 from quire.engine.protocol.kv_peers import (
     FETCH_BYTES,
     LEAST_RATE,
@@ -42,19 +43,22 @@ from quire.engine.protocol.kv_store import KVEntry
 HELLO_SECONDS = 1.0
 """Interval of `HelloPeer`."""
 ANSWER_SECONDS = 0.3
-"""Time within which a peer says what it has; less than cores wait for the answer to `LookUpKV`."""
+"""Time within which a peer must answer a question; less than cores wait for the answer to `LookUpKV`."""
 PIECE_SECONDS = 1.0
-"""Longest time between two pieces of what is fetched."""
+"""Maximum time between two pieces of a fetch."""
 _SILENCE_SECONDS = 3.0
-"""Time after which a peer that has not been heard of is down."""
+"""Time after which a silent peer is down."""
+_UNREACHED_SECONDS = 10.0
+"""Time after which the log names a peer that has not been reached since its address was given."""
 _MAX_DOUBLINGS = 4
-"""A peer that is late or wrong again and again has nothing for 1, 2, … 16 seconds each time."""
+"""A peer that is late or wrong repeatedly is not asked for 1, 2, 4, 8, and then 16 seconds."""
 _ASK_SECONDS = (0.05, 0.4)
-"""Intervals of questions about what a peer will have: while more comes each time, and when nothing has come."""
+"""Intervals between questions for entries that a peer has yet to store: the shortest while each answer has more, the
+longest while none has."""
 _MAX_EXPECTED = 512
-"""Links of such a question."""
+"""Maximum links of such a question."""
 _MAX_PLACES = 1 << 17
-"""Entries of which it is remembered which peer has them."""
+"""Maximum entries for which the store remembers which peer has them."""
 
 _decode = msgspec.msgpack.Decoder[FromPeer](FromPeer).decode
 
@@ -62,9 +66,9 @@ logger = logging.getLogger(__name__)
 
 
 Answered = Callable[[list[bytes]], None]
-"""Called with the entries that peers have, by kind: a byte for each link."""
+"""Called with the entries that peers have: by kind, a byte for each link."""
 Fetched = Callable[[str, list[int], list[bytes | None]], None]
-"""Called with a peer, the numbers of some entries, and the checksum of each that has come from there, None for others.
+"""Called with a peer, the numbers of some entries, and for each the checksum with which it came, or None if it did not.
 """
 
 
@@ -73,40 +77,42 @@ class _KVPeer:
     """Another store."""
 
     address: str
+    warn_at: float
+    """When to warn that it has not been reached; infinite: that has been said."""
     is_self: bool = False
-    """Whether it is this store, which has been given its own address."""
+    """Whether it is this store itself, which was given its own address."""
     own_address: str = ""
     """See `PeerReady`."""
     heard_at: float = -math.inf
     num_failed: int = 0
-    """How often it has been late or wrong since what it delivered was right."""
+    """How often it has been late or wrong since it last delivered correct data."""
     retry_at: float = -math.inf
-    """It has nothing before this time, nor before it has been heard of again, after `late_at`."""
+    """It is not asked before this time, nor before it has been heard from after `late_at`."""
     late_at: float = -math.inf
     error: str = "not reached yet"
-    """Why it has nothing; empty: it may have something."""
+    """Why it is not used; empty: it is."""
     waiting: deque[_Fetch] = field(default_factory=deque)
-    """What has not been asked for yet."""
+    """Fetches that have not been sent yet."""
     num_fetching: int = 0
     unfetched: int = 0
-    """Bytes that it has been asked for, in fetches that have not ended."""
+    """Bytes of the fetches that have been sent and have not ended."""
     deadline: float = math.inf
     """When it is late with the next piece."""
     end_at: float = math.inf
-    """When it is late with all that it has been asked for, however many pieces come."""
+    """When it is late with all fetches, however many pieces arrive."""
 
 
 @dataclass(eq=False)
 class _Question:
-    """Which entries of a chain peers have."""
+    """A question which entries of a chain peers have."""
 
     links: list[bytes]
     done: Answered
     deadline: float
     first: str
-    """The peer to fetch from, if several have the same."""
+    """The peer to fetch from, if several have the same entry."""
     asked: dict[str, None]
-    """Those that have not answered."""
+    """The peers that have not answered."""
     answers: dict[str, list[bytes]] = field(default_factory=dict)
 
 
@@ -120,14 +126,14 @@ class _Fetch:
     is_wanted: Callable[[], bool]
     done: Callable[[list[bytes | None]], None]
     come: list[int]
-    """Bytes of each entry."""
+    """Bytes of each entry that have arrived."""
     sums: list[bytes | None]
     unanswered: set[int]
 
 
 @dataclass(eq=False)
 class _Expectation:
-    """Entries that the cores of a peer store one after another, of which it is asked again and again."""
+    """Entries that the cores of a peer are storing one after another; the peer is asked for them repeatedly."""
 
     peer: str
     links: Callable[[], list[bytes] | None]
@@ -138,17 +144,17 @@ class _Expectation:
 
 
 class PeerStats(NamedTuple):
-    """Of the tier."""
+    """The state of the tier."""
 
     up: list[str]
     """Addresses of the peers that answer, as they call themselves."""
     known: int
     failed: int
-    """How often peers were late, or answered with something else."""
+    """How often peers were late or wrong."""
 
 
 class PeerTier:
-    """What other stores have.
+    """The entries of other stores.
 
     Invariants (`check_integrity`): a fetch waits at its peer, or has a call; a peer has at most `MAX_FETCHES` calls.
     """
@@ -163,22 +169,22 @@ class PeerTier:
         """`send` sends a message to one of the peers, or drops it. `sizes` are those of entries, by kind."""
         self._signature, self._sizes, self._send, self._clock = signature, sizes, send, clock
         self.store = secrets.token_bytes(8)
-        """By which this store knows itself, if its own address is one of `addresses`."""
+        """Random bytes by which this store recognizes itself, if its own address is among the peers."""
         self._peers: dict[str, _KVPeer] = {}
-        """By the addresses that are used."""
+        """By address, as given to `use`."""
         self._questions: dict[int, _Question] = {}
         """By call."""
         self._expectations: list[_Expectation] = []
         self._fetches: dict[int, _Fetch] = {}
         self._places: OrderedDict[KVEntry, str] = OrderedDict()
-        """Where entries are that peers have said to have, those of the oldest answers first."""
+        """Which peer has said to have each entry, the oldest answers first."""
         self._last_call = 0
         self._next_hello = -math.inf
         self._failed = 0
 
     @property
     def is_usable(self) -> bool:
-        """Whether some peer may have something."""
+        """Whether some peer can be asked."""
         return any(map(self._is_up, self._peers.values()))
 
     def stats(self) -> PeerStats:
@@ -192,7 +198,7 @@ class PeerTier:
             del self._peers[peer.address]
             self._end_all(peer)
         for address in addresses:
-            self._peers.setdefault(address, _KVPeer(address))
+            self._peers.setdefault(address, _KVPeer(address, self._clock() + _UNREACHED_SECONDS))
         self._next_hello = -math.inf
 
     def _is_up(self, peer: _KVPeer) -> bool:
@@ -203,24 +209,25 @@ class PeerTier:
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def look_up(self, links: list[bytes], first: str, done: Answered, *, asks_others: bool = True) -> None:
-        """Ask all peers, or one, which entries of a chain they have; what several have is to be fetched from `first`,
-        which has computed the prompt just now: what its cores are writing counts as there."""
+        """Ask which entries of a chain peers have: all peers, or only `first`. If several have an entry, it is fetched
+        from `first`, which has just computed the prompt: entries that its cores are still writing count."""
         first = self._find(first)
         others = [peer.address for peer in self._peers.values() if self._is_up(peer)] if asks_others else []
         self._ask(dict.fromkeys(filter(None, (first, *others))), links, first, done, ANSWER_SECONDS)
 
     def expect(self, peer: str, links: Callable[[], list[bytes] | None], take: Callable[[], bool]) -> None:
-        """Ask a peer again and again for entries that its cores will store: those of the chain that `links` returns,
-        until that is None. `take` is called when it has some, and returns whether it has fetched any."""
+        """Ask a peer repeatedly for entries that its cores will store: for the links that `links` returns, until it
+        returns None. `take` is called when the peer has some of them, and returns whether it has fetched any."""
         self._expectations.append(_Expectation(peer, links, take))
 
     def _find(self, name: str) -> str:
-        """Return the address of a peer that answers, given this or what it calls its own; empty: there is none."""
+        """Return the address of a peer that answers, given its address or what it calls its own; empty: there is
+        none."""
         up = (peer for peer in self._peers.values() if self._is_up(peer))
         return next((each.address for each in up if name in (each.address, each.own_address)), "") if name else ""
 
     def _ask(self, addresses: Iterable[str], links: list[bytes], first: str, done: Answered, seconds: float) -> None:
-        """Ask peers, which are to answer within so many seconds; of `first`, what is being written counts."""
+        """Ask peers, which must answer within `seconds`. Entries that cores of `first` are still writing count."""
         question = _Question(links, done, self._clock() + seconds, first, dict.fromkeys(addresses))
         self._last_call += 1
         self._questions[self._last_call] = question
@@ -229,7 +236,7 @@ class PeerTier:
         self._check_answered(self._last_call)
 
     def _ask_again(self, expectation: _Expectation) -> None:
-        """Ask for what is expected, if anything is at present, and the peer answers."""
+        """Ask for the expected entries, if there are any at present and the peer answers."""
         if (links := expectation.links()) is None:
             return self._expectations.remove(expectation)
 
@@ -249,7 +256,7 @@ class PeerTier:
         return peer is not None and self._is_up(peer)
 
     def _check_answered(self, call_id: int) -> None:
-        """End a question that all have answered who answer."""
+        """End a question if no more answers are expected."""
         question = self._questions[call_id]
         if question.asked:
             return
@@ -277,10 +284,11 @@ class PeerTier:
         is_wanted: Callable[[], bool],
         done: Fetched,
     ) -> None:
-        """Fetch entries that peers have into `views`, unless `is_wanted` says meanwhile that nobody waits for them.
+        """Fetch entries that peers have into `views`, unless `is_wanted` says in the meantime that nobody waits for
+        them.
 
-        `done` is called for each entry once. Nothing is written to the view of an entry after that, and nothing but
-        what the peer has sent before. The caller compares the checksums, and tells the result to `checked`.
+        `done` is called once for each entry. After that, nothing is written to its view. Until then, the view may hold
+        any bytes that the peer has sent. The caller verifies the checksums, and reports the result to `checked`.
         """
         by_peer: dict[str, list[int]] = {}
         lost = list[int]()
@@ -308,7 +316,7 @@ class PeerTier:
             done("", lost, [None] * len(lost))
 
     def checked(self, address: str, entries: Sequence[KVEntry], sums: Sequence[bytes | None]) -> None:
-        """Entries have come from a peer, with these checksums; empty: the bytes have another."""
+        """Note that entries have come from a peer, with these verified checksums; empty: the bytes are damaged."""
         if (peer := self._peers.get(address)) is None:
             return
         for entry, found in zip(entries, sums, strict=True):
@@ -320,7 +328,7 @@ class PeerTier:
             peer.num_failed = 0
 
     def _batches(self, entries: Sequence[KVEntry], numbers: Iterable[int]) -> Iterator[list[int]]:
-        """Divide entries into batches of at most `FETCH_BYTES`, or of one entry."""
+        """Divide entries into batches of at most `FETCH_BYTES`, or of one larger entry."""
         batch, size = list[int](), 0
         for number in numbers:
             own = self._sizes[entries[number].kind]
@@ -351,7 +359,7 @@ class PeerTier:
         peer.end_at = self._clock() + PIECE_SECONDS + peer.unfetched / LEAST_RATE
 
     def _end(self, call_id: int) -> None:
-        """End a fetch, with what has come."""
+        """End a fetch, with the entries that have arrived."""
         fetch = self._fetches.pop(call_id)
         fetch.peer.num_fetching -= 1
         fetch.peer.unfetched -= sum(map(len, fetch.views))
@@ -364,12 +372,12 @@ class PeerTier:
     # --- messages and time --------------------------------------------------------------------------------------------
 
     def receive(self, address: str, frames: Sequence[memoryview | bytes]) -> None:
-        """Take a message of a peer. One that makes no sense is dropped, or ends what the peer was asked for."""
+        """Take a message of a peer. An invalid one is dropped, or ends everything that the peer was asked for."""
         if (peer := self._peers.get(address)) is None:
             return
         try:
             message, content = _decode(frames[0]), frames[1:]
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNDECODABLE:
             self._failed += 1
             return
         peer.heard_at = self._clock()
@@ -389,7 +397,7 @@ class PeerTier:
                     question.answers[address] = has
                 self._check_answered(call_id)
                 if not is_right:
-                    self._fail(peer, "has answered something else")
+                    self._fail(peer, "has sent an answer that does not match the question")
             case PeerPiece(call_id):
                 if (fetch := self._fetches.get(call_id)) is not None and fetch.peer is peer:
                     self._take(call_id, fetch, message, content)
@@ -405,14 +413,14 @@ class PeerTier:
                     self._end(call_id)
 
     def _take(self, call_id: int, fetch: _Fetch, piece: PeerPiece, content: Sequence[memoryview | bytes]) -> None:
-        """Write a piece to its place."""
+        """Write a piece of an entry to its place."""
         number, start = piece.number, piece.start
         is_right = number in fetch.unanswered and len(piece.checksum) == CHECKSUM_BYTES and len(content) == 1
         if is_right:
             view, end = fetch.views[number], start + len(content[0])
             is_right = start == fetch.come[number] and start < end <= len(view)
         if not is_right:
-            return self._fail(fetch.peer, "has sent something else than it was asked for")
+            return self._fail(fetch.peer, "has sent data that it was not asked for")
         view[start:end] = content[0]
         fetch.come[number] = end
         fetch.peer.deadline = self._clock() + PIECE_SECONDS
@@ -438,19 +446,27 @@ class PeerTier:
             for address, peer in self._peers.items():
                 self._send(address, HelloPeer(self._signature))
                 if not peer.error and not peer.is_self and now - peer.heard_at > _SILENCE_SECONDS:
-                    peer.error = f"it has not been heard of for {_SILENCE_SECONDS:g} seconds"
+                    peer.error = f"it has been silent for {_SILENCE_SECONDS:g} seconds"
                     logger.warning("the KV store at %s is not in use: %s", address, peer.error)
+                if now >= peer.warn_at:
+                    peer.warn_at = math.inf
+                    if peer.heard_at == -math.inf:
+                        logger.warning(
+                            "the KV store at %s has not been reached yet: is its server up, with the same "
+                            "--cluster-token, and is this port open?",
+                            address,
+                        )
         late = {address for each in self._questions.values() if each.deadline <= now for address in each.asked}
         fetching = [each for each in self._peers.values() if each.num_fetching]
         late |= {each.address for each in fetching if min(each.deadline, each.end_at) <= now}
         for peer in [peer for address, peer in self._peers.items() if address in late]:
-            self._fail(peer, "does not answer in time")
+            self._fail(peer, "is late")
         for expectation in [each for each in self._expectations if each.ask_at <= now]:
             self._ask_again(expectation)
 
     def _fail(self, peer: _KVPeer, what: str) -> None:
-        """Let a peer have nothing for some time, and until it is heard of again."""
-        logger.warning("the KV store at %s %s; what it has is computed", peer.address, what)
+        """Do not use a peer for some time, and until it has been heard from again."""
+        logger.warning("the KV store at %s %s; its KV is computed until it is used again", peer.address, what)
         self._failed += 1
         peer.late_at = self._clock()
         peer.retry_at = peer.late_at + 2.0 ** min(peer.num_failed, _MAX_DOUBLINGS)
@@ -458,7 +474,7 @@ class PeerTier:
         self._end_all(peer)
 
     def _end_all(self, peer: _KVPeer) -> None:
-        """End all that waits for a peer, which has nothing any more."""
+        """End everything that waits for a peer that is no longer used."""
         waiting, peer.waiting = peer.waiting, deque()
         for fetch in waiting:
             fetch.done(fetch.sums)

@@ -1,7 +1,7 @@
 """The process of a host's KV store: `quire-kv-store`.
 
-One thread has the store (`KVStore`). It is woken by messages of cores and of the supervisor, and by jobs that ended in
-other threads. The disk tier joins when the digest of the model's weights is known.
+One thread owns the store (`KVStore`). Messages of cores and of the supervisor wake it, and so do jobs that have ended
+in other threads. The disk tier is used once the digest of the model's weights is known.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from quire.engine.protocol.supervision import (
 
 _THREADS = {Lane.SUM: 2, Lane.READ: 4, Lane.WRITE: 1}
 _BURST = 64
-"""Messages of cores between two looks at everything else."""
+"""Messages taken from cores before everything else gets its turn."""
 _TELL_SECONDS = 0.01
-"""Interval in which cores are told of a slice of the entries that wait for it."""
+"""Interval at which cores are told of a slice of changed entries."""
 _FLUSH_SECONDS = 8.0
-"""Time to write to disk, at the end, what only memory has; less than the supervisor waits."""
+"""Time at the end to write entries to disk that only memory has; less than the supervisor waits."""
 _DIGESTING = "the digest of the model's weights is being computed"
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class StoreProcess:
         assert config is not None
         self._connection = connection
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        """What other threads want to have called in this one."""
+        """Functions that other threads want this thread to call."""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pools = {lane: ThreadPoolExecutor(count, f"kv-{lane.name.lower()}") for lane, count in _THREADS.items()}
         layout = kv_layout(args.config)
@@ -83,7 +83,7 @@ class StoreProcess:
             layout.kinds, config.memory_bytes, self._send, self._submit, on_piece=connection.beat, doubling=doubling
         )
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        # What a core cannot take is not dropped: it would keep its grants for ever.
+        # Messages that a core cannot take at once must not be dropped: it would keep its grants forever.
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a core that connects again takes the place of its connection
@@ -91,7 +91,7 @@ class StoreProcess:
         self._num_jobs = 0
         self._next_scan = 0.0
         self._stop_at: float | None = None
-        """When to end without waiting any longer for what is being written; None: not stopping."""
+        """When to end even if writes are in progress; None: not stopping."""
         self._disk_error = ""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(args.address.removeprefix("ipc://"))
@@ -121,7 +121,7 @@ class StoreProcess:
         )
 
     def run(self) -> None:
-        """Serve the cores until the supervisor stops this process; then write what only memory has to disk."""
+        """Serve the cores until the supervisor stops this process; then write entries to disk that only memory has."""
         next_tick = next_slice = 0.0
         while not self._has_ended():
             if (now := time.monotonic()) >= next_tick:
@@ -131,7 +131,7 @@ class StoreProcess:
                 next_slice = now + _TELL_SECONDS
             elif now >= next_slice:
                 next_slice = now + _TELL_SECONDS if self._store.tell() else next_tick
-            due = min(next_tick - now, next_slice - now, self._store.seconds_left())
+            due = min(next_tick - now, next_slice - now, self._store.entries.seconds_left())
             if self._peers is not None:
                 due = min(due, self._peers.seconds_left())
             events = dict(self._poller.poll(max(0, math.ceil(due * 1000))))
@@ -146,12 +146,12 @@ class StoreProcess:
                 self._store.ranks.run(events)
             if self._peers is not None:
                 self._peers.run(events)
-            self._store.write(all_now=self._stop_at is not None)
+            self._store.entries.write(all_now=self._stop_at is not None)
 
     def _has_ended(self) -> bool:
         if self._stop_at is None:
             return False
-        is_idle = not self._num_jobs and not self._store.num_unwritten and not self._socket.poll(0)
+        is_idle = not self._num_jobs and not self._store.entries.num_unwritten and not self._socket.poll(0)
         return is_idle or time.monotonic() > self._stop_at
 
     def _receive(self) -> None:
@@ -169,9 +169,9 @@ class StoreProcess:
 
     def _tick(self, now: float) -> None:
         self._store.tick()
-        if self._store.disk is not None and now >= self._next_scan:
+        if (disk := self._store.entries.disk) is not None and now >= self._next_scan:
             self._next_scan = float("inf")
-            self._scan(self._store.disk)
+            self._scan(disk)
         if (error := self._store.stats().disk_error) != self._disk_error:
             if error:
                 logger.warning("the disk tier is not in use: %s", error)
@@ -180,7 +180,7 @@ class StoreProcess:
             self._disk_error = error
 
     def _scan(self, disk: DiskTier) -> None:
-        """Look at the files for some time, and again until all have been seen; writes take turns with it."""
+        """Scan files for a slice of time, and again until all have been seen; writes happen in between."""
 
         def scanned(has_more: bool) -> None:
             if has_more and self._stop_at is None:
@@ -191,14 +191,15 @@ class StoreProcess:
         self._submit(Lane.WRITE, disk.scan, scanned)
 
     def _find_signature(self, args: KVStoreArgs, layout: KVLayout) -> None:
-        """In a thread: make the disk tier, and let peers be used; all weights may have to be read before."""
+        """In a thread: compute the signature, for which all weights may have to be read, then start to use the disk
+        tier and peers."""
         config, start = args.config.kv_store, time.monotonic()
         assert config is not None
         try:
             signature = signature_of(args.config, layout)
         except ConfigError as error:
             return self._call(partial(self._lack_signature, str(error)))
-        except Exception as error:  # whatever it is, the memory can be used
+        except Exception as error:  # whatever it is, the memory tier works
             if not (is_expected := isinstance(error, OSError)):
                 logger.exception("the model's weights cannot be digested")
             reason = reason_of(error) if is_expected else f"{type(error).__name__}: {error}"
@@ -219,7 +220,7 @@ class StoreProcess:
             logger.warning("the KV stores of other hosts are not in use: %s", reason)
 
     def _submit(self, lane: Lane, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Run a job in a thread of a lane (`quire.engine.kv_store.entries.Submit`)."""
+        """Run a job in a thread of a lane, see `quire.engine.kv_store.entries.Submit`."""
 
         def run() -> None:
             try:
@@ -237,7 +238,7 @@ class StoreProcess:
         done(result)
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Have a function called in the thread of the store."""
+        """Make the thread of the store call a function."""
         self._inbox.put(function)
         os.eventfd_write(self._wake, 1)
 
@@ -273,7 +274,7 @@ def main() -> None:
     args: KVStoreArgs = connection.receive_args()
     current_process.set_name("quire-kv-store")
     log.setup(args.log_level, "kv store")
-    folder = RuntimeFolder(args.folder)  # this process may outlive the one that made it
+    folder = RuntimeFolder(args.folder)  # this process may outlive the one that created it
     os.environ["TMPDIR"] = tempfile.tempdir = args.folder
     gc.disable()  # nothing here makes cycles, and a collection would visit a million entries
     code = 0

@@ -1,7 +1,7 @@
 """Lets ranks on other hosts write and read the arena (`quire.engine.protocol.kv_ranks`), for replicas that span hosts.
 
-A rank may write what its core has been granted and has not reported as stored, and read what is kept for loads: as the
-ranks of this host, which map the arena, but checked.
+A rank may write entries that its core has been granted and has not reported as stored, and read entries that are pinned
+for loads. Ranks of this host map the arena and do the same unchecked; here it is checked.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import zmq
 from quire.engine.cluster.network import resolve_address, tcp_url
 from quire.engine.cluster.security import Dropped, Security, join, split
 from quire.engine.kv_store.checksum import placed_checksum
-from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.errors import UNDECODABLE, ConfigError
 from quire.engine.protocol.kv_ranks import FromKVRank, KVAnswer, KVRank, KVRuns, RankPlace, WriteKV
 
 _BURST = 16
-"""Messages between two looks at everything else."""
+"""Messages taken before everything else gets its turn."""
 _MAX_RUNS = 1 << 16
-"""In a message, many times what an entry has: millions of them would take seconds, and much memory."""
-_GONE = "it is not granted to this rank's core, or not loaded for it, any more"
+"""Maximum runs in a message, many times as many as an entry has. Millions would take seconds, and much memory."""
+_GONE = "the entry is not granted to this rank's core, or not loaded for it"
 
 _decode = msgspec.msgpack.Decoder[FromKVRank](FromKVRank).decode
 _decode_place = msgspec.msgpack.Decoder(RankPlace).decode
@@ -40,10 +40,10 @@ class RankServer:
     """The store's side."""
 
     def __init__(self, of_ranks: OfRanks, host: str, token: str, poller: zmq.Poller) -> None:
-        """Listen at a port of `host`, an address of this host. Raises `ConfigError` if it is not."""
+        """Listen at a port of `host`, an address of this host. Raises `ConfigError` if it is not one."""
         self._of_ranks, self._rubbish = of_ranks, Dropped("dropped a message of a rank")
         self.copied_bytes = 0
-        """Written and read since the start."""
+        """Bytes written and read since the start."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):  # ranks wait for answers, which bounds what is queued
@@ -53,7 +53,7 @@ class RankServer:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
-                f"it cannot listen at {host}: {str(error).lower()}; QUIRE_HOST_IP, where set, is an address of this "
+                f"it cannot listen at {host}: {str(error).lower()}; QUIRE_HOST_IP, if set, must be an address of this "
                 "host"
             ) from None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
@@ -70,14 +70,14 @@ class RankServer:
                     self._socket.send_multipart([name, *answer], zmq.NOBLOCK)
 
     def receive(self, frames: Sequence[bytes]) -> list[bytes | memoryview]:
-        """Take a message; returns the frames of the answer. There is none to what makes no sense."""
+        """Take a message; returns the frames of the answer. Invalid messages get none."""
         try:
             message = _decode(frames[0])
             content, writes = join(frames[1:]) if frames[1:] else b"", isinstance(message, WriteKV)
             place = _decode_place(message.place)
             view = self._of_ranks(message.sender, place, writes=writes)
             runs = [] if view is None else _ranges(place.runs, len(view))
-        except (IndexError, ValueError, RecursionError, msgspec.DecodeError) as reason:
+        except (IndexError, ValueError, *UNDECODABLE) as reason:
             self._rubbish.add(repr(reason))
             return []
         if view is None:
@@ -88,7 +88,7 @@ class RankServer:
             found = b"".join([view[start:end] for start, end in runs])
             return [_encode(KVAnswer(message.call_id, "", placed_checksum(message.place, found))), *split(found)]
         if len(content) != size or placed_checksum(message.place, content) != message.checksum:
-            return [_encode(KVAnswer(message.call_id, "it was damaged on its way"))]
+            return [_encode(KVAnswer(message.call_id, "the data was damaged in transit"))]
         self.copied_bytes += size
         at = 0
         for start, end in runs:
@@ -102,7 +102,7 @@ class RankServer:
 
 
 def _ranges(runs: Sequence[KVRuns], size: int) -> list[tuple[int, int]]:
-    """Return where runs begin and end in an entry of `size` bytes. Raises `ValueError` if they are not in it."""
+    """Return where runs begin and end in an entry of `size` bytes. Raises `ValueError` if they do not fit into it."""
     if any(min(msgspec.structs.astuple(each)) < 0 for each in runs):
         raise ValueError("negative numbers")
     if not all(each.num_bytes for each in runs):

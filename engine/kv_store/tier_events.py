@@ -1,13 +1,13 @@
-"""Tells cores what the tiers of a KV store have, for their KV events (`quire.engine.scheduler.kv_events`).
+"""Tells cores which entries the tiers of a KV store have, for their KV events (`quire.engine.scheduler.kv_events`).
 
-Entries are announced by the numbers that events have for their blocks, which some core has described. Those of others,
-such as what an earlier server has left on disk, are announced when a core has loaded them. Descriptions are kept as
-long as a tier has an entry of the block.
+Entries are announced by the numbers of their blocks in events, which some core must have described. Blocks that no core
+has described, such as those that an earlier server left on disk, are announced once a core has loaded them. A
+description is kept as long as a tier has an entry of the block.
 
-What may have changed is noted once for all cores, and they are told what is true then: an entry that comes and goes
-meanwhile costs nothing more. Cores that have not heard of all entries since they opened the store are told of them, all
-together, by a hand that goes round the descriptions. Nothing here takes longer the more entries there are: `tell` does
-`_SLICE` steps of each kind of work, and says whether it has to be called again soon.
+Possible changes are noted once for all cores, which are then told the current state: an entry that comes and goes in
+between costs nothing more. Cores that have not heard of all entries since they opened the store are told together, by a
+*hand* that goes round the descriptions like that of a clock. No call takes longer when there are more entries: `tell`
+does at most `_SLICE` steps of each kind of work, and says whether it must be called again soon.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import msgspec
 from quire.engine.protocol.kv_store import DISK, MEMORY, DescribeKV, FromStore, KVEntry, KVTiersChanged
 
 _SLICE = 256
-"""Steps of each kind of work in a call of `tell`."""
+"""Steps of each kind of work in one call of `tell`."""
 _AHEAD = 128
-"""Messages for a core that it has not taken yet."""
+"""Maximum messages for a core that it has not acknowledged."""
 _TIERS = (MEMORY, DISK)
 
 
 class _Description(NamedTuple):
     number: int
-    """In events."""
+    """The block's number in events."""
     block: bytes
     place: int
-    """In `TierEvents._links`."""
+    """Its index in `TierEvents._links`."""
 
 
 @dataclass(eq=False)
@@ -42,18 +42,18 @@ class _Follower:
 
     client: bytes
     until: tuple[int, int] | None
-    """The round and place of the hand at which it has heard of all descriptions; None: it has."""
+    """The round and place of the hand at which it will have heard of all descriptions; None: it has."""
     has_been_told: bool = False
     number: int = 0
-    """Of the last message."""
+    """The number of the last message sent."""
     heard: int = 0
-    """Of the last message that it has taken, as far as is known."""
+    """The number of the last message that it has acknowledged."""
     is_behind: bool = False
-    """It has not taken so many that it gets no more until it has."""
+    """It has so many unacknowledged messages that it gets no more for now."""
 
 
 class TierEvents:
-    """Descriptions, and what cores have not been told."""
+    """Descriptions, and the changes that cores have not been told."""
 
     def __init__(
         self,
@@ -62,22 +62,22 @@ class TierEvents:
         has_block: Callable[[bytes], bool],
         send: Callable[[bytes, FromStore], None],
     ) -> None:
-        """`has_entry` says whether a tier has an entry, given link and kind, and `has_block` whether one has an entry
-        of a link, or will have it. `send` sends a message to a client."""
+        """`has_entry(tier, link, kind)` says whether a tier has an entry; `has_block(link)` whether some tier has an
+        entry of the block, or will have one. `send` sends a message to a client."""
         self._num_kinds, self._has_entry, self._has_block, self._send = num_kinds, has_entry, has_block, send
         self._described: dict[bytes, _Description] = {}
         """By link."""
         self._links: list[bytes | None] = []
-        """What the hand goes round: the described links; None: a place that is free."""
+        """The described links, which the hand goes round; None: a free place."""
         self._free: list[int] = []
         self._hand = (0, 0)
         """Its round, and the next place."""
         self._untold: OrderedDict[tuple[int, bytes, int, int], None] = OrderedDict()
-        """Tier, link and kind of entries that may have changed, and the number in events: what was described again
-        since may have another one."""
+        """Entries that may have changed: tier, link, kind, and number in events. A block that was described again since
+        may have another number."""
         self._turn = 0
         self._unsure: OrderedDict[bytes, int] = OrderedDict()
-        """Links of which there may be no entry any more, and since which turn."""
+        """Links that may have no entry any more, with the turn since when."""
         self._followers: dict[int, _Follower] = {}
         """By replica."""
 
@@ -86,12 +86,12 @@ class TierEvents:
         return len(self._described)
 
     def follow(self, replica: int, client: bytes) -> None:
-        """Tell a core of all entries, and of changes."""
+        """Begin to tell a core of all entries, and then of changes."""
         turn, place = self._hand
         self._followers[replica] = _Follower(client, (turn + 1, place))
 
     def hear(self, replica: int, number: int) -> None:
-        """A core has taken the messages up to this number."""
+        """A core has acknowledged the messages up to this number."""
         if (follower := self._followers.get(replica)) is not None:
             follower.heard = min(number, follower.number)
             if follower.is_behind and follower.number - follower.heard < _AHEAD // 2:
@@ -103,7 +103,7 @@ class TierEvents:
         self._followers.pop(replica, None)
 
     def describe(self, message: DescribeKV) -> None:
-        """Remember how events name blocks."""
+        """Remember how events describe blocks."""
         for link, number, block in zip(message.links, message.numbers, message.blocks, strict=True):
             if link not in self._described:
                 place = self._free.pop() if self._free else len(self._links)
@@ -121,7 +121,7 @@ class TierEvents:
             self._doubt(link)
 
     def _tiers_of(self, link: bytes) -> list[tuple[int, int]]:
-        """The tier and kind of each entry that there is."""
+        """The tier and kind of each existing entry of a link."""
         return [(tier, kind) for tier in _TIERS for kind in range(self._num_kinds) if self._has_entry(tier, link, kind)]
 
     def _doubt(self, link: bytes) -> None:
@@ -129,12 +129,12 @@ class TierEvents:
         self._unsure.move_to_end(link)
 
     def begin_turn(self) -> None:
-        """To be called about once a second. A description without entries is kept for a turn: they may still come."""
+        """Must be called about once a second. A description without entries is kept for a turn: they may still come."""
         self._turn += 1
 
     def tell(self, changed_on_disk: deque[KVEntry]) -> bool:
-        """Tell the cores a part of what they do not know; takes out entries that may have changed on disk. Returns
-        whether there is more."""
+        """Tell the cores some of the entries and changes that they do not know; takes entries that may have changed out
+        of `changed_on_disk`. Returns whether there is more."""
         for _ in range(min(len(changed_on_disk), _SLICE)):
             entry = changed_on_disk.popleft()
             self.note(DISK, entry.link, entry.kind)
@@ -155,7 +155,7 @@ class TierEvents:
         return is_behind or is_unsure or bool(self._untold) or bool(changed_on_disk)
 
     def _tell_all(self) -> None:
-        """Move the hand, and tell the cores for which it moves."""
+        """Move the hand, and tell the cores that have not heard of all entries."""
         if not (behind := [each for each in self._told if each.until is not None]):
             return
         turn, place = self._hand

@@ -1,4 +1,10 @@
-"""The two errors that a user can cause. Their text is shown without a traceback."""
+"""The two errors that a user can cause, whose text is shown without a traceback; and those of undecodable bytes."""
+
+import msgspec
+
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message of the expected type, have a text that is not UTF-8, or are nested
+too deeply."""
 
 
 class ConfigError(ValueError):

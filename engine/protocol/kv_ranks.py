@@ -1,13 +1,13 @@
-"""Messages between ranks and the KV store of another host: what those of its own host copy from and to its arena. No
-torch.
+"""Messages between ranks and the KV store of another host, in place of the copies that ranks of the store's host make
+from and to its arena. No torch.
 
     rank                           store
     WriteKV         ──▶                    followed by frames with the bytes
     ReadKV          ──▶
-                    ◀──  KVAnswer …        of one that reads, followed by frames with the bytes
+                    ◀──  KVAnswer …        for a read, followed by frames with the bytes
 
-A rank has one connection at a time, and makes another one when an answer is late. The store takes nothing from an
-earlier connection once a later one has used an entry, so that late bytes are never written after those that follow.
+A rank has one connection at a time, and makes another one when an answer is late. Once a later connection has used an
+entry, the store takes nothing from an earlier one, so that late bytes never overwrite newer ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class KVRuns(msgspec.Struct, array_like=True, frozen=True):
     """Bytes of an entry: `layers × rows` runs of `size` bytes, which follow each other in a message."""
 
     start: int
-    """Of the first, in the entry."""
+    """Offset of the first run in the entry."""
     layers: int
     layer_step: int
     """Bytes from a layer's first run to the next layer's."""
@@ -41,7 +41,7 @@ class KVRuns(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RankPlace(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank copies of an entry, and where the entry is."""
+    """The place of an entry, and the runs of it that a rank copies."""
 
     arena: str
     kind: int
@@ -56,7 +56,7 @@ class KVRank(msgspec.Struct, array_like=True, frozen=True):
     incarnation: int
     rank: int
     number: int
-    """Higher than those of the rank's earlier connections."""
+    """Higher than the numbers of the rank's earlier connections."""
 
 
 class WriteKV(msgspec.Struct, tag=True, array_like=True):
@@ -67,7 +67,7 @@ class WriteKV(msgspec.Struct, tag=True, array_like=True):
     place: msgspec.Raw
     """A `RankPlace`."""
     checksum: bytes
-    """Of the place, as it is encoded, and the bytes."""
+    """Checksum of the encoded place and the bytes."""
 
 
 class ReadKV(msgspec.Struct, tag=True, array_like=True):
@@ -89,4 +89,4 @@ class KVAnswer(msgspec.Struct, array_like=True):
     error: str = ""
     """Why nothing was written or read."""
     checksum: bytes = b""
-    """Of the place and the bytes that were read."""
+    """For a read: checksum of the encoded place and the bytes."""

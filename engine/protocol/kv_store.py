@@ -1,4 +1,5 @@
-"""KV outside the devices: messages between an engine core and the KV store of its host, and what ranks copy. No torch.
+"""KV outside the devices: messages between an engine core and the KV store of its host, and the copies that ranks make.
+No torch.
 
 An *entry* is what the cache holds of one block of tokens in the layers of one kind (`quire.engine.config.kv_layout`):
 keys and values, the window of a compressed attention, or the recurrent states after the block. It is known by the
@@ -13,18 +14,18 @@ shared memory that the ranks of the host map, and writes them to disk and reads 
                     ◀──  FoundKV           the tiers of each link
     LoadKV          ──▶
                     ◀──  LoadedKV …        offsets in the arena that stay as they are until ReleaseKV
-    SettleKV        ──▶                what is not being written by now will not come
+    SettleKV        ──▶                entries that nobody is writing by now fail
     ReleaseKV …     ──▶                entries that have been copied
     OfferKV         ──▶
                     ◀──  GrantedKV         offsets that only the ranks of this core write
     StoredKV        ──▶
     DescribeKV      ──▶
-                    ◀──  KVTiersChanged    for KV events: what the tiers have, and no longer have
+                    ◀──  KVTiersChanged    for KV events: entries that have come to a tier or left it
     HeardKVTiers    ──▶
 
-Each core has one connection. Messages of a core are processed in order. A grant belongs to its core until `StoredKV`,
-or until another incarnation of its replica sends `OpenKVStore`, which is when all ranks of the earlier one have ended.
-As soon as a core has ended, nobody waits for what it was granted.
+Each core has one connection, and its messages are processed in order. A grant belongs to its core until `StoredKV`, or
+until the next incarnation of its replica sends `OpenKVStore`, by which time all ranks of the earlier one have ended. As
+soon as a core has ended, nobody waits for entries that it was granted.
 """
 
 from __future__ import annotations
@@ -49,81 +50,81 @@ class KVEntry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class OpenKVStore(msgspec.Struct, tag=True, array_like=True):
-    """The first message of a core's incarnation. What an earlier one of the replica was granted or has loaded ends."""
+    """The first message of a core's incarnation. Grants and loads of the replica's earlier incarnation end."""
 
     replica: int
     incarnation: int
     has_events: bool = False
-    """Whether the core is told what the tiers have (`KVTiersChanged`), from the beginning again."""
+    """Whether the core is told which entries the tiers have (`KVTiersChanged`), starting with all of them."""
 
 
 class LookUpKV(msgspec.Struct, tag=True, array_like=True):
-    """Ask which entries of a chain the store has. Beyond a block that is in no tier for a kind without a window, it
-    looks no further."""
+    """Ask which entries of a chain the store has. It stops at the first block that is missing in some kind without a
+    window."""
 
     call_id: int
     links: list[bytes]
     counts_granted: bool = False
-    """Entries that some core of this host is writing count as in memory."""
+    """Entries that a core of this host is still writing count as in memory."""
     peer: str = ""
-    """Address of the other store to load from, if several have the same. Its prompt has been computed, so what some
-    core of it is writing will soon be there."""
+    """Address of the other store to load from, if several have an entry. It has just computed the prompt, so entries
+    that its cores are still writing count."""
 
 
 class LoadKV(msgspec.Struct, tag=True, array_like=True):
-    """Ask for entries in the arena. Those that some core is writing are loaded when it has written them."""
+    """Ask for entries in the arena. Entries that a core is still writing are loaded when they are written."""
 
     call_id: int
     """Not in use by another `LoadKV` of this core."""
     entries: list[KVEntry]
     parents: list[bytes] = []
-    """For each entry, the link before its own, empty for the first of a chain. Empty list: they are not known."""
+    """For each entry, the link before its own; empty for the first of a chain. An empty list: not known."""
     waits: bool = False
-    """Entries that the store does not have do not fail: they are loaded when some core has stored them."""
+    """Entries that the store does not have do not fail; they are loaded once a core has stored them."""
     peer: str = ""
     """Address of the store of another host whose cores store them; empty: those of this host do."""
 
 
 class SettleKV(msgspec.Struct, tag=True, array_like=True):
-    """A `LoadKV` that `waits` waits no longer for entries that nobody is writing: they fail."""
+    """End the waiting of a `LoadKV` with `waits`: entries that nobody is writing fail."""
 
     call_id: int
     gives_up: bool = False
-    """It does not wait either for entries that some core is writing."""
+    """Entries that a core is writing fail, too."""
 
 
 class ReleaseKV(msgspec.Struct, tag=True, array_like=True):
-    """Entries of a `LoadKV` are no longer read. A load that is larger than the memory goes on when earlier entries have
-    been released."""
+    """Ranks no longer read these entries of a `LoadKV`. A load that is larger than the memory continues when earlier
+    entries have been released."""
 
     call_id: int
     numbers: list[int] = []
-    """Indexes in `LoadKV.entries` of some that have been loaded. Empty: the load ends. If it has not been answered in
-    full, no other `LoadedKV` comes."""
+    """Indexes in `LoadKV.entries` of loaded entries. Empty: the load ends, and if it was not answered in full, no
+    further `LoadedKV` follows."""
 
 
 class OfferKV(msgspec.Struct, tag=True, array_like=True):
-    """Full blocks that the ranks have, or will have. The store grants those that it lacks and has room for, and answers
-    each offer once, in order."""
+    """Offer full blocks that the ranks have, or will have. The store grants those that it lacks and has room for. It
+    answers each offer once, in order."""
 
     entries: list[KVEntry]
     parents: list[bytes] = []
-    """As in `LoadKV`. The store forgets the ends of chains before their beginnings."""
+    """As in `LoadKV`. The store evicts the ends of chains before their beginnings."""
 
 
 class StoredKV(msgspec.Struct, tag=True, array_like=True):
-    """What became of grants."""
+    """The outcome of grants."""
 
     offsets: list[int]
     """All ranks have written these."""
     abandoned: list[int]
     """No rank writes these any more; the content is arbitrary."""
     arena: str
-    """Where they are. What became of places in another arena is ignored: its store has ended."""
+    """The arena of these offsets. Messages about another arena are ignored: its store has ended."""
 
 
 class DescribedBlock(msgspec.Struct, array_like=True):
-    """What KV events say of a block."""
+    """The fields of a block in KV events."""
 
     parent: int | None
     token_ids: list[int]
@@ -132,8 +133,8 @@ class DescribedBlock(msgspec.Struct, array_like=True):
 
 
 class DescribeKV(msgspec.Struct, tag=True, array_like=True):
-    """How KV events name blocks that the core offers, has had written (sent before `StoredKV`), or has loaded. The
-    store tells all cores of their entries."""
+    """Describe blocks for KV events: blocks that the core offers, has written (sent before `StoredKV`), or has loaded.
+    The store announces their entries to all cores."""
 
     links: list[bytes]
     numbers: list[int]
@@ -143,14 +144,15 @@ class DescribeKV(msgspec.Struct, tag=True, array_like=True):
 
 
 class HeardKVTiers(msgspec.Struct, tag=True, array_like=True):
-    """The core has taken all `KVTiersChanged` up to this number, as it says after every `TIERS_HEARD`th. One that has
-    not taken many gets no more until then, and then all from the beginning."""
+    """Acknowledge all `KVTiersChanged` up to this number; sent after every `TIERS_HEARD`th. A core with many
+    unacknowledged messages gets no more until it has caught up, and then everything from the beginning."""
 
     number: int
 
 
 class ClearKV(msgspec.Struct, tag=True, array_like=True):
-    """Forget all entries, in memory and on disk, except those that are being loaded; these when they are released."""
+    """Forget all entries, in memory and on disk. Entries that are being loaded stay in memory until they are
+    released."""
 
     call_id: int
 
@@ -161,14 +163,16 @@ ToStore = (
 
 
 class KVStoreOpened(msgspec.Struct, tag=True, array_like=True):
-    """The arena. Its offsets have a meaning only with this path: a store that is started again has another one. It is
-    also the answer to any message of a core that it does not know, which is dropped: the core sends `OpenKVStore`."""
+    """The arena of the store. Offsets are valid only together with its path: a store that restarts has a new one. This
+    is also the answer to any message of a core that the store does not know; the message is dropped, and the core must
+    send `OpenKVStore`."""
 
     path: str
     size: int
     """Bytes."""
     address: str = ""
-    """Where ranks on other hosts read and write it (`quire.engine.protocol.kv_ranks`): `HOST:PORT`; empty: nowhere."""
+    """Where ranks on other hosts can read and write it (`quire.engine.protocol.kv_ranks`), as `HOST:PORT`; empty:
+    nowhere."""
 
 
 class FoundKV(msgspec.Struct, tag=True, array_like=True):
@@ -176,23 +180,23 @@ class FoundKV(msgspec.Struct, tag=True, array_like=True):
 
     call_id: int
     tiers: list[bytes]
-    """By kind: a byte for each link, the fastest tier that has the entry."""
+    """By kind, a byte for each link: the fastest tier that has the entry."""
 
 
 class LoadedKV(msgspec.Struct, tag=True, array_like=True):
-    """Entries of a `LoadKV` whose fate is known. Each entry is in one such message, in one of the lists."""
+    """Entries of a `LoadKV` that are loaded or have failed. Each entry is in exactly one such message."""
 
     call_id: int
     numbers: list[int]
     """Indexes in `LoadKV.entries`."""
     offsets: list[int]
-    """Where they are in the arena, checked against their checksums."""
+    """Their places in the arena. Their checksums have been verified."""
     failed: list[int]
     """Indexes of entries that the store no longer has, or whose checksum was wrong."""
 
 
 class GrantedKV(msgspec.Struct, tag=True, array_like=True):
-    """The part of an `OfferKV` that the store wants: where the ranks write each entry."""
+    """The entries of an `OfferKV` that the store wants, and where the ranks must write them."""
 
     entries: list[KVEntry]
     offsets: list[int]
@@ -204,28 +208,28 @@ class KVCleared(msgspec.Struct, tag=True, array_like=True):
     call_id: int
     num_entries: int
     error: str = ""
-    """Why some entries may be left on disk; empty: none is."""
+    """Why entries may be left on disk; empty: none are."""
 
 
 class KVTiersChanged(msgspec.Struct, tag=True, array_like=True):
-    """Some of the entries of described blocks that have come to a tier or have left it. What came and went meanwhile
-    may be missing, and what is said may have been said before."""
+    """Entries of described blocks that have come to a tier or left it. Entries that came and went between two messages
+    may be missing, and messages may repeat each other."""
 
     stored: list[tuple[int, int, int, bytes]]
     """Tier, kind, number in events, and `DescribedBlock` in msgpack."""
     removed: list[tuple[int, int, int]]
     """Tier, kind, and number in events."""
     is_first: bool = False
-    """Whatever earlier messages have said is void."""
+    """All earlier messages are void."""
     number: int = 0
-    """Of all of them since the core has opened the store, from 1 on."""
+    """Number of the message since the core opened the store, from 1 on."""
 
 
 class KVStoreStats(msgspec.Struct, tag=True, array_like=True):
     """Gauges, and counters since the store's start. It sends them to all cores every second."""
 
     memory_bytes: int = 0
-    """In use, of entries."""
+    """Bytes of entries."""
     memory_capacity: int = 0
     disk_bytes: int = 0
     disk_capacity: int = 0
@@ -264,7 +268,7 @@ FromStore = KVStoreOpened | FoundKV | LoadedKV | GrantedKV | KVCleared | KVTiers
 
 
 class KVCopy(msgspec.Struct, array_like=True):
-    """An entry that each rank copies: its own part of it."""
+    """A copy of an entry, of which each rank copies its own part."""
 
     number: int
     """Of this copy, among all of the core."""
@@ -276,7 +280,7 @@ class KVCopy(msgspec.Struct, array_like=True):
 
 
 class RemoteArena(msgspec.Struct, array_like=True, frozen=True):
-    """How ranks on other hosts than the store reach its arena."""
+    """How ranks on other hosts reach the store's arena."""
 
     address: str
     """As in `KVStoreOpened`."""
@@ -286,26 +290,26 @@ class RemoteArena(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KVCopyPlan(msgspec.Struct, array_like=True):
-    """Copies that ranks begin beside the steps, also in steps that are skipped after a failure. They answer each with
-    `KVCopied`. Until all ranks have answered, no later plan writes the blocks of `stores` and `step_stores`, nor reads
-    or writes those of `loads`. All plans that write the blocks of `stores` have run, and this plan is the last one that
-    writes those of `step_stores`; earlier plans, which may still run, may read the blocks of `loads`.
+    """Copies that ranks begin beside the steps, even in steps that are skipped after a failure. Ranks answer with
+    `KVCopied`. Until all ranks have answered a copy, no later plan writes its blocks, nor reads them if it is a load.
+    All plans that write the blocks of `stores` have run; this plan is the last one that writes the blocks of
+    `step_stores`; earlier plans, which may still run, may read the blocks of `loads`.
     """
 
     arena: str
-    """Path of the arena. Ranks do not keep another one mapped; without copies it is empty: the store has ended."""
+    """Path of the arena. Ranks unmap any other one. Empty, without copies: the store has ended."""
     stores: list[KVCopy] = []
     """From the device to the arena."""
     step_stores: list[KVCopy] = []
-    """The same, of what this step computes. If the step fails, the content is arbitrary."""
+    """The same for blocks that this step computes. If the step fails, the content is arbitrary."""
     loads: list[KVCopy] = []
     """From the arena to the device."""
     remote: RemoteArena | None = None
-    """For ranks on other hosts; None: there are none."""
+    """How ranks on other hosts reach the arena; None: there are none."""
 
 
 class KVCopied(msgspec.Struct, tag=True, array_like=True):
-    """A rank's copies have ended; without numbers, parts of some: the rank gets on."""
+    """A rank has finished copies; without numbers, parts of some, which shows progress."""
 
     rank: int
     numbers: list[int]

@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from quire.engine.protocol.errors import UNDECODABLE
+
 MAX_LINE_BYTES = 64 * 2**20
 _MAX_URL = 256
 
@@ -74,7 +76,7 @@ def _parse(number: int, raw: bytes, serves: Callable[[str], bool]) -> BatchLine:
     line = BatchLine(number)
     try:
         request = msgspec.json.decode(raw, type=_BatchRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         line.problem = LineError("invalid_json_line", f"the line is not a JSON object: {error}")
         return line
     if isinstance(request.custom_id, str) and request.custom_id:
@@ -94,7 +96,7 @@ def _check(request: _BatchRequest, line: BatchLine, serves: Callable[[str], bool
         return LineError("invalid_url", f"url: there is no POST route {str(request.url)[:_MAX_URL]!r}")
     try:
         body = msgspec.json.decode(request.body, type=_BatchBody)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         return LineError("missing_required_parameter", f"body: expected an object: {error}")
     if body.stream:
         return LineError("invalid_request", "body: streaming is not supported in batches; omit `stream`")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.errors import UNDECODABLE, ConfigError
 from quire.server.media.confinement import environment
 from quire.server.media.decoding import (
     ALIGNMENT,
@@ -190,7 +190,7 @@ class Decoders:
                     if await _received(channel, 1) != WRITTEN:
                         raise MediaUnavailable("there is not enough shared memory for images and videos; try again")
                 answer = given
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             return answer
         except (EOFError, ConnectionError, ProcessLookupError, TimeoutError):
             return None if time.monotonic() - begun < order.seconds else _STOPPED

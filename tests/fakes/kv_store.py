@@ -349,7 +349,7 @@ class Host:
         found = {
             (MEMORY, entry.kind, number_of(entry.link)) for entry in self.store.index if entry.state is EntryState.READY
         }
-        if isinstance(disk := self.store.disk, FakeDisk):
+        if isinstance(disk := self.store.entries.disk, FakeDisk):
             found |= {(DISK, entry.kind, number_of(entry.link)) for entry in disk.stored}
         return found
 

@@ -28,6 +28,7 @@ from quire.engine.cluster.leader import Leader
 from quire.engine.distributed.link_store import LinkStore
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository.weights_digest import digests
+from tests.fakes.frames import DEEP
 
 TOKEN = "a token for tests only"
 NODE_0 = Hello(name="node 0 (here)", number=0)
@@ -42,8 +43,6 @@ time.sleep(60)
 
 class Host:
     """A leader, and the reports that it has received."""
-
-    lost_seconds = control_plane.LOST_SECONDS
 
     def __init__(self, *expected: int, rejoin: bool = False, token: str = "") -> None:
         self.token = token
@@ -60,12 +59,11 @@ class Host:
             on_compared=lambda number: self.compared.put(number),
             admits="again" if rejoin else "once",
             token=token,
-            lost_seconds=self.lost_seconds,
         )
         self.followers: list[Follower] = []
         self.ends: SimpleQueue[LinkEnded] = SimpleQueue()
 
-    def join(self, number: int, seconds: float = 10.0, name: str | None = None, token: str | None = None) -> Follower:
+    def join(self, number: int, seconds: float = 60.0, name: str | None = None, token: str | None = None) -> Follower:
         hello = Hello(name=name or f"node {number} (here)", number=number)
         follower = Follower(
             "127.0.0.1",
@@ -98,12 +96,6 @@ def hosting(*expected: int) -> Iterator[Host]:
     host.leader.close()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Host, "lost_seconds", 1.0)
-    monkeypatch.setattr(control_plane, "_HEARTBEAT_SECONDS", 0.1)
-
-
 def test_messages_go_both_ways_in_their_order(three: Host) -> None:
     second, first = three.join(2), three.join(1)
     assert {n: hello.name for n, hello in three.leader.wait(10).items()} == {1: "node 1 (here)", 2: "node 2 (here)"}
@@ -121,8 +113,8 @@ def test_messages_go_both_ways_in_their_order(three: Host) -> None:
     assert three.lost.empty()
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_follower_measures_how_far_the_clock_of_the_leader_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_plane, "_HEARTBEAT_SECONDS", 0.1)
     hour, now = 3600 * 10**9, time.time_ns
     is_leader = {"cluster-leader": 1}
     monkeypatch.setattr(time, "time_ns", lambda: now() + hour * is_leader.get(threading.current_thread().name, 0))
@@ -138,8 +130,8 @@ def test_a_follower_measures_how_far_the_clock_of_the_leader_is_ahead(monkeypatc
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_a_leader_is_reached_over_ipv6_too(token: str) -> None:
     leader = Leader(NODE_0, "::1", 0, [1], on_lost=lambda *_: None, on_message=lambda *_: None, token=token)
-    follower = Follower("::1", leader.port, Hello(name="node 1 (::1)", number=1), seconds=5, token=token)
-    assert leader.wait(5).keys() == {1}
+    follower = Follower("::1", leader.port, Hello(name="node 1 (::1)", number=1), seconds=60, token=token)
+    assert leader.wait(60).keys() == {1}
     follower.close()
     leader.close()
 
@@ -172,21 +164,18 @@ def test_an_address_of_another_host_is_refused_at_once() -> None:
         Leader(NODE_0, "192.0.2.1", 0, [1], on_lost=lambda *_: None, on_message=lambda *_: None, token=TOKEN)
 
 
-def test_a_follower_may_come_first() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_a_follower_may_come_first(free_port: int) -> None:
     came: SimpleQueue[Follower] = SimpleQueue()
 
     def follow() -> None:
         hello = Hello(name="node 1", number=1)
-        came.put(Follower("127.0.0.1", port, hello, seconds=20))
+        came.put(Follower("127.0.0.1", free_port, hello, seconds=60))
 
     thread = threading.Thread(target=follow)
     thread.start()
     thread.join(0.5)
-    leader = Leader(NODE_0, "127.0.0.1", port, [1], on_lost=lambda *_: None, on_message=lambda *_: None)
-    assert list(leader.wait(10)) == [1]
+    leader = Leader(NODE_0, "127.0.0.1", free_port, [1], on_lost=lambda *_: None, on_message=lambda *_: None)
+    assert list(leader.wait(60)) == [1]
     follower = came.get(timeout=10)
     leader.send(1, b"plan")
     assert follower.receive(10) == b"plan"
@@ -289,10 +278,11 @@ def test_a_follower_that_leaves_says_why(two: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "how"), [(signal.SIGKILL, "connection has closed"), (signal.SIGSTOP, "received from it")]
+    ("number", "how", "lost_seconds"),
+    [(signal.SIGKILL, "connection has closed", 60.0), (signal.SIGSTOP, "received from it", 1.0)],
 )
-@pytest.mark.usefixtures("impatient")
-def test_a_follower_that_is_lost_is_noticed(two: Host, number: signal.Signals, how: str) -> None:
+def test_a_follower_that_is_lost_is_noticed(two: Host, number: signal.Signals, how: str, lost_seconds: float) -> None:
+    two.leader._lost_seconds = lost_seconds
     process = subprocess.Popen([sys.executable, "-c", _FOLLOW, str(two.leader.port)])
     try:
         two.leader.wait(30)
@@ -306,7 +296,6 @@ def test_a_follower_that_is_lost_is_noticed(two: Host, number: signal.Signals, h
         two.join(1)
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_leader_that_falls_silent_is_noticed() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as leader:
         leader.setsockopt(zmq.LINGER, 0)
@@ -379,8 +368,8 @@ def test_a_leader_that_fails_by_itself_has_lost_everybody(two: Host, monkeypatch
 
     monkeypatch.setattr(two.leader, "_on_message", fail)
     follower.send(b"")
-    assert two.lost.get(timeout=5) == (1, "node 1 (here) was lost: ValueError: what is this?")
-    assert two.ends.get(timeout=5).reason == "node 0 was lost: its connection has closed"
+    assert two.lost.get(timeout=10) == (1, "node 1 (here) was lost: ValueError: what is this?")
+    assert two.ends.get(timeout=10).reason == "node 0 was lost: its connection has closed"
 
 
 def test_what_is_said_after_the_end_goes_nowhere(two: Host) -> None:
@@ -398,7 +387,9 @@ def test_garbage_at_the_port_costs_nothing(two: Host) -> None:
             stranger.sendall(garbage)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(f"tcp://127.0.0.1:{two.leader.port}")
-        for frames in ([b""], [control_plane.HELLO, b"\xc1"], [control_plane.BODY, b"x"], [b"?", b"?"], [b"a"] * 5):
+        deep = msgspec.msgpack.encode({"name": "deep", "number": 1, "unknown": DEEP})
+        hellos = [[control_plane.HELLO, each] for each in (b"\xc1", deep)]
+        for frames in ([b""], *hellos, [control_plane.BODY, b"x"], [b"?", b"?"], [b"a"] * 5):
             stranger.send_multipart(frames)
     two.leader.send(1, b"plan")
     assert follower.receive(10) == b"plan"

@@ -23,6 +23,7 @@ from quire.engine.core.launch import Endpoints
 from quire.engine.distributed.link_store import LinkStore
 from quire.engine.process.log import printable
 from quire.engine.protocol.engine_core import AbortRequests, Join
+from tests.fakes.frames import DEEP
 
 TOKEN = "a token for tests only"
 STRANGE = (
@@ -31,12 +32,6 @@ STRANGE = (
     b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL" + bytes(48),
     bytes(range(256)) * 8,
 )
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Sockets:
@@ -79,19 +74,20 @@ def host() -> Iterator[Sockets]:
 
 
 @pytest.mark.parametrize("token", ["", TOKEN])
-def test_strange_messages_to_a_core_are_dropped(token: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_strange_messages_to_a_core_are_dropped(token: str, free_port: int, caplog: pytest.LogCaptureFixture) -> None:
     """Messages from API processes still arrive, small or large."""
-    url = tcp_url("127.0.0.1", port := free_port())
+    url = tcp_url("127.0.0.1", free_port)
     io = EngineCoreIO(Endpoints({0: url}, ()), token=token)
     with Sockets(token) as own, caplog.at_level("WARNING", "quire"):
         pushing = own.connect(zmq.PUSH, url)
         pushing.send(msgspec.msgpack.encode(Join(1)))
         assert io.inbox.get(timeout=10) == Join(1)
         for message in STRANGE:
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
+            with socket.create_connection(("127.0.0.1", free_port)) as stranger:
                 stranger.sendall(message)
         pushing.send_multipart([b"\xc1"])
         pushing.send_multipart([b"\x91\xa1\xff"])  # a text that is not UTF-8
+        pushing.send(msgspec.msgpack.encode(["Join", 1, DEEP]))
         large = AbortRequests(["x" * FRAME_BYTES, "y"])
         encoded = msgspec.msgpack.encode(large)
         pushing.send_multipart([encoded[:FRAME_BYTES], encoded[FRAME_BYTES:]])

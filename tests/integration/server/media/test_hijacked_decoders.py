@@ -24,6 +24,7 @@ import os, threading, time
 from msgspec.structs import replace
 from quire.server.media import decoder
 from quire.engine.protocol.media import MediaArray
+from tests.fakes.frames import DEEP
 
 attack, answer, write, end = "", decoder._answer, decoder._write, os._exit
 
@@ -45,6 +46,8 @@ def changed(order, *others):
             found = replace(found, arrays=(), num_bytes=0)
         case "grids":
             found = replace(found, grids=())
+        case "deep":
+            found = ["Refused", "", DEEP]
     return found, arrays
 
 def stay(found, arrays, target):
@@ -86,7 +89,7 @@ async def test_answers_are_such_as_the_processor_makes(model: str, monkeypatch: 
     answer, target = await decoded("")
     assert isinstance(answer, Decoded)
     assert os.fstat(target).st_size == answer.num_bytes
-    for attack in ("name", "type", "rank", "width", "none", "grids", "more"):
+    for attack in ("name", "type", "rank", "width", "none", "grids", "deep", "more"):
         refused, _ = await decoded(attack)
         assert isinstance(refused, Refused), attack
     answer, target = await decoded("stay")

@@ -12,6 +12,7 @@ from quire.engine.core.engine_core import EngineCoreIO
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.engine_core import KVStoreState, ToServer
 from quire.engine.protocol.kv_store import KVStoreOpened, KVStoreStats, LookUpKV, OpenKVStore, ToStore
+from tests.fakes.frames import DEEP
 
 _WAIT_MS = 30_000
 
@@ -57,7 +58,8 @@ def test_a_store_that_is_started_again_gets_nothing_that_was_meant_for_another(t
     try:
         store = bound(address)
         assert receive(store, io) == (b"3.7", OpenKVStore(3, 7))
-        store.send_multipart([b"3.7", b"\xc1"])  # is dropped
+        for dropped in (b"\xc1", msgspec.msgpack.encode(["KVStoreOpened", "deep", 1, "", DEEP])):
+            store.send_multipart([b"3.7", dropped])
         store.send_multipart([b"3.7", msgspec.msgpack.encode(KVStoreOpened("first", 1))])
         assert io.inbox.get(timeout=_WAIT_MS / 1000) == KVStoreOpened("first", 1)
         store.close(0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from quire.engine.architecture.model_spec import TransformersModelSpec
@@ -28,6 +29,7 @@ from quire.engine.kv_store.disk import DiskTier
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.kv_store import KVEntry
 from tests.fakes.disk_faults import FailingCalls, damage
+from tests.fakes.frames import DEEP
 from tests.fakes.kv_store import SIGNATURE, Clock
 
 SIZES = (40, 25)
@@ -181,6 +183,12 @@ def test_every_changed_byte_is_found(server: Server) -> None:
     file.write_bytes(whole)
     server.scan()
     assert server.read(entry(1), entry(2, 1)) == [True, True]
+
+
+def test_a_header_that_is_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
+    header = msgspec.msgpack.encode([SIGNATURE, [], DEEP])
+    (path := tmp_path / "0.kv").write_bytes(disk._PREFIX.pack(disk._MAGIC, len(header), checksum(header)) + header)
+    assert "its header is not valid" in str(disk.find_damage(path, lambda _: None))
 
 
 @pytest.mark.parametrize("chunk", [1, 97])
@@ -357,12 +365,16 @@ def test_a_disk_that_is_full_keeps_what_it_has(server: Server, monkeypatch: pyte
     assert server.disk.used_bytes > had
 
 
-def test_files_that_cannot_be_removed_take_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_removed_take_the_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Server(tmp_path, limit=500)
     write_old(server, 1, 2, 3)
     failing(monkeypatch, "unlink", errno.EACCES)
     assert not server.write(entry(4))
-    assert "cannot be written: files that cannot be removed take the room" in server.disk.error
+    assert "cannot be written: files that cannot be removed take up the space" in server.disk.error
+    assert server.disk.clear()[1]
+    assert sum("kv cannot be removed" in text for text in caplog.messages) == 1  # of thousands of files, too
     monkeypatch.undo()
     for file in files(server):  # by somebody else
         file.unlink()
@@ -370,6 +382,36 @@ def test_files_that_cannot_be_removed_take_the_room(tmp_path: Path, monkeypatch:
     server.scan()
     assert server.write(entry(4))
     assert server.disk.error == ""
+
+
+def test_each_kind_of_failure_is_logged_every_30_seconds(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often files fail meanwhile, and whatever else fails."""
+    for number in (1, 2, 3, 4):
+        server.write(entry(number))
+    failing(monkeypatch, "open", errno.EIO)
+    failing(monkeypatch, "unlink", errno.EACCES)
+    for number in (1, 2, 3):
+        server.read(entry(number))
+        server.clock.now += 20
+    server.disk.drop(entry(4))
+    assert [text.partition(" cannot be ")[2] for text in caplog.messages if " cannot be " in text] == [
+        "read, and is not used for some time: Input/output error",
+        "read, and is not used for some time: Input/output error",
+        "removed: Permission denied",
+    ]
+
+
+def test_a_file_with_damaged_entries_is_named_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """By the tier, whose callers say nothing: a file has hundreds of entries."""
+    server.write(entry(1), entry(2))
+    (file,) = files(server)
+    content = file.read_bytes()
+    size = SIZES[entry(1).kind] + SIZES[entry(2).kind]
+    file.write_bytes(content[:-size] + bytes(size))
+    assert server.read(entry(1), entry(2)) == [False, False]
+    assert caplog.messages == [f"{file} is damaged: an entry has a wrong checksum; removing it"]
 
 
 def test_a_folder_vanishes_while_a_file_is_written(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

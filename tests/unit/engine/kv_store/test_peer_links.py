@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import zmq
 
-from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.kv_store import peer_links
 from quire.engine.kv_store.peer_links import PeerLinks
 from quire.engine.protocol.errors import ConfigError
@@ -50,19 +49,16 @@ def test_a_name_server_that_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch
     links.close()
 
 
-def test_a_reader_that_does_not_read_holds_few_messages() -> None:
+def test_a_reader_that_does_not_read_holds_few_messages(free_port: int) -> None:
     """The rest waits where it is; others get theirs, and one that has gone stops nothing."""
-    (reserved,) = reserve_ports("127.0.0.1", 1)
-    port = socket_port(reserved)
-    reserved.close()
     links, context = PeerLinks(poller := zmq.Poller(), "", lambda function: function()), zmq.Context()
-    assert links.listen(f"tcp://127.0.0.1:{port}")
+    assert links.listen(f"tcp://127.0.0.1:{free_port}")
     slow, other = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
     for option in (zmq.RCVHWM, zmq.RCVBUF):
         slow.setsockopt(option, 1)
     names = list[bytes]()
     for reader in (slow, other):
-        reader.connect(f"tcp://127.0.0.1:{port}")
+        reader.connect(f"tcp://127.0.0.1:{free_port}")
         reader.send(b"hello")
         while len(names) < 1 + (reader is other):
             ready = dict(poller.poll(20_000))

@@ -180,7 +180,7 @@ def test_entries_of_other_hosts_are_found_and_fetched() -> None:
     network.hosts["0"].store.use_disk(own_disk)
     network.cores["0"].store(links[:1])
     network.cores["1"].store(links[:3])
-    network.hosts["1"].store.write(all_now=True)
+    network.hosts["1"].store.entries.write(all_now=True)
     network.cores["1"].flip(KVEntry(links[2], 0))  # it finds that itself, and reads its file
     network.cores["2"].store(links, [0])
     assert network.look_up("0", links) == [[MEMORY, PEER, PEER, PEER], [MEMORY, PEER, PEER, NO_TIER]]
@@ -191,7 +191,7 @@ def test_entries_of_other_hosts_are_found_and_fetched() -> None:
     stats = network.hosts["0"].store.stats()
     assert (stats.peers_up, stats.peers, stats.failed_peers) == (["1:1", "2:1"], 2, 0)
     assert stats.loaded_peer_bytes == 3 * SIZES[0] + 2 * SIZES[1]
-    network.hosts["0"].store.write(all_now=True)
+    network.hosts["0"].store.entries.write(all_now=True)
     assert own_disk.num_entries == 7
     assert network.hosts["1"].store.stats().wrong_checksums == 1
 
@@ -373,9 +373,25 @@ def test_a_peer_that_falls_silent_is_named(caplog: pytest.LogCaptureFixture) -> 
     network.cut.clear()
     network.wait(1.0)
     assert network.hosts["0"].store.stats().peers_up == ["1:1"]
-    silent = "is not in use: it has not been heard of for 3 seconds"
+    silent = "is not in use: it has been silent for 3 seconds"
     told = [text.split("1:1 ")[1] for text in caplog.messages if "1:1" in text]
     assert told == [silent, "is in use"]
+
+
+def test_a_peer_that_has_never_been_reached_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Once: the port or the token may be wrong, or its server starts later."""
+    caplog.set_level("INFO")
+    network = Network(2)
+    network.cut.add("1")
+    network.start("0")
+    caplog.clear()
+    for _ in range(25):
+        network.wait(1.0)
+    network.cut.clear()
+    network.wait(1.0)
+    told = [text.split("1:1 ")[1] for text in caplog.messages if "the KV store at 1:1" in text]
+    unreached = "has not been reached yet: is its server up, with the same --cluster-token, and is this port open?"
+    assert told == [unreached, "is in use"]
 
 
 def test_nobody_asks_on_behalf_of_another() -> None:
@@ -646,7 +662,7 @@ def test_a_reader_tells_nothing_of_chains() -> None:
     store = network.hosts["1"].store
     store.use_disk(disk)
     network.cores["1"].store(links)
-    store.write(all_now=True)
+    store.entries.write(all_now=True)
     for entry in [*store.index]:
         store.entries.forget(entry)
     network.cores["0"].parents = dict(zip(links, reversed(links), strict=True))

@@ -15,6 +15,7 @@ from quire.engine.kv_store.checksum import placed_checksum
 from quire.engine.kv_store.rank_server import RankServer
 from quire.engine.protocol.kv_ranks import KVAnswer, KVRank, KVRuns, RankPlace, ReadKV, WriteKV
 from quire.engine.protocol.kv_store import MEMORY, NO_TIER, KVEntry, StoredKV
+from tests.fakes.frames import DEEP
 from tests.fakes.kv_store import Host, chain, content
 
 SIZE = 96
@@ -75,7 +76,7 @@ def test_a_rank_writes_what_its_core_was_granted_and_reads_what_it_loads(host: H
     assert "not granted" in (rank.write(offset=offset + 64) or "")
     assert "not granted" in (rank.write(arena="/proc/1/fd/1#another") or "")
     assert "not granted" in (rank.later(replica=1).write() or "")
-    assert rank.write(BYTES[:-1] + b"\0") == rank.write(BYTES[:-1]) == "it was damaged on its way"
+    assert rank.write(BYTES[:-1] + b"\0") == rank.write(BYTES[:-1]) == "the data was damaged in transit"
     assert bytes(host.store.arena.view(0, offset)) == bytes(SIZE), "nothing of that was written"
     assert rank.write() == ""
     view = host.store.arena.view(0, offset)
@@ -161,8 +162,7 @@ def test_a_message_that_would_take_long_or_is_nested_too_deeply_is_dropped() -> 
     core.offer(LINKS)
     (offset,) = core.grants
     rank = Rank(server, KVRank(0, 1, 0, 1), RankPlace(core.path, 0, offset, [KVRuns(0, 1, 0, 1 << 16, 2, 1)]))
-    assert rank.write() == "it was damaged on its way"
+    assert rank.write() == "the data was damaged in transit"
     assert rank.write(runs=[KVRuns(0, 1, 0, 1 << 17, 1, 1)]) is None
-    nested = msgspec.Raw(b"\x91" * 5000 + b"\xc0")
-    assert server.receive([msgspec.msgpack.encode(ReadKV(rank.sender, 1, nested))]) == []
+    assert server.receive([msgspec.msgpack.encode(ReadKV(rank.sender, 1, DEEP))]) == []
     server.close()

@@ -10,9 +10,10 @@ import weakref
 import pytest
 
 from quire.engine.config.kv_layout import KVKind
+from quire.engine.kv_store import entries as module
 from quire.engine.kv_store import loads
-from quire.engine.kv_store import store as module
-from quire.engine.kv_store.store import CLEAR_SECONDS, WRITE_SECONDS
+from quire.engine.kv_store.entries import WRITE_SECONDS
+from quire.engine.kv_store.store import CLEAR_SECONDS
 from quire.engine.protocol.kv_store import (
     DISK,
     MEMORY,
@@ -89,7 +90,7 @@ def test_cores_are_told_what_the_tiers_have() -> None:
     late = host.core(1)
     assert told(late) == numbers(MEMORY, 0, 1)
     host.store.use_disk(disk)
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     assert told(first) == numbers(MEMORY, 0, 1) | numbers(DISK, 0, 1)
     first.store(chain(*range(100, 140)))
     first.store(chain(*range(150, 190)))
@@ -140,7 +141,7 @@ def test_the_disk_has_more_of_a_chain_than_memory() -> None:
             disk.stored.clear()
         core.offer_entries(entries(links[start : start + 10], 0))
         core.finish()
-        host.store.write(all_now=True)
+        host.store.entries.write(all_now=True)
         host.store.check_integrity()
     assert not disk.stored
 
@@ -165,10 +166,10 @@ def test_a_budget_for_several_files_a_second_is_used() -> None:
     host = Host([KVKind((0,), 4000)], ROOM, clock=clock)
     host.store.use_disk(disk, bandwidth=ROOM)
     host.core().store(chain(*range(12)))
-    while (seconds := host.store.seconds_left()) < 1.0:
+    while (seconds := host.store.entries.seconds_left()) < 1.0:
         assert clock.now < 1.0
         clock.now += seconds
-        host.store.write()
+        host.store.entries.write()
     assert len(disk.files) > 2
 
 
@@ -220,7 +221,7 @@ def test_a_flipped_bit_in_memory_is_found() -> None:
     core.release(call)
     host.store.use_disk(disk)
     core.store(links)
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     assert disk.num_entries == 6
     core.flip(KVEntry(links[1], 2))
     assert None not in core.loaded[core.load(entries(links))].values()
@@ -234,7 +235,7 @@ def test_a_flipped_bit_on_disk_is_found() -> None:
     host.store.use_disk(disk)
     core, links = host.core(), chain(1, 2)
     core.store(links)
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     restarted = Host(KINDS, ROOM)
     restarted.store.use_disk(disk)
     core = restarted.core()
@@ -252,7 +253,7 @@ def test_reads_that_fail_are_failed_loads() -> None:
     host.store.use_disk(disk)
     core, links = host.core(), chain(1, 2)
     core.store(links)
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     core = (other := Host(KINDS, ROOM)).core()
     other.store.use_disk(disk)
     disk.is_broken = True
@@ -277,7 +278,7 @@ def test_an_entry_is_read_once_for_all_who_wait() -> None:
     assert None not in other.loaded[early].values()
     assert len(other.loaded[early]) == 3
     host.store.use_disk(disk)
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     jobs.run()
 
     host = Host(KINDS[:1], ROOM, jobs)
@@ -449,7 +450,7 @@ def test_what_is_in_use_is_not_evicted() -> None:
     core, links, stored = host.core(), chain(*range(32)), chain(50, 51)
     core.store(links)
     core.store(stored)
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     call = core.load(entries(links, 0))
     loaded = dict(core.loaded[call])
     core.store(chain(*range(100, 200)))
@@ -476,7 +477,7 @@ def test_a_load_that_is_larger_than_memory_goes_on_as_it_is_released() -> None:
     for start in range(0, 200, 10):
         core.offer_entries(entries(links[start : start + 10], 0))
         core.finish()
-        host.store.write(all_now=True)
+        host.store.entries.write(all_now=True)
     call = core.load(entries(links, 0))
     rounds = 0
     while len(core.loaded[call]) < len(links):
@@ -508,7 +509,7 @@ def test_a_load_that_is_released_is_not_read() -> None:
     core, links = host.core(), chain(1, 2)
     core.store(links)
     jobs.run()
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     jobs.run()
     other = Host(KINDS, ROOM, jobs)
     other.store.use_disk(disk)
@@ -529,7 +530,7 @@ def test_a_long_load_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> N
     core.store(links)
     core.store(other)
     jobs.run()
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     jobs.run()
     host = Host(KINDS[:1], ROOM, jobs)
     host.store.use_disk(disk)
@@ -561,12 +562,12 @@ def test_what_is_used_is_written_again_when_its_file_was_evicted() -> None:
     host.store.use_disk(disk)
     core, links = host.core(), chain(1)
     core.store(links)
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     disk.stored.clear()
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     assert not disk.stored
     core.load(entries(links))
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     assert list(disk.stored) == entries(links)
 
 
@@ -588,7 +589,7 @@ def test_entries_are_written_by_chains() -> None:
     clock.now *= 3
     host.store.tick()
     assert len(disk.files) == 1
-    assert host.store.num_unwritten == 0
+    assert host.store.entries.num_unwritten == 0
 
 
 def test_a_full_file_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,7 +614,7 @@ def test_a_small_disk_has_small_files() -> None:
     host = Host(KINDS[:1], ROOM)
     host.store.use_disk(disk)
     host.core().store(chain(*range(40)))
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     assert [len(each) for each in disk.files] == [10] * 4
 
 
@@ -647,11 +648,11 @@ def test_clear(has_disk: bool) -> None:
     core, links, written = host.core(), chain(1, 2, 3), chain(6)
     core.store(links)
     jobs.run()
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     jobs.run()
     core.store(written)
     jobs.run()
-    host.store.write(all_now=True)
+    host.store.entries.write(all_now=True)
     loading = core.load(entries(links))
     core.offer(chain(4))
     summed = chain(5)
