@@ -41,7 +41,7 @@ def added_replica(
             "host with --headless"
         )
     if (events := config.kv_events) is not None:
-        kv_events_config.check_ports((events.endpoint, events.replay_endpoint), replica + 1)
+        kv_events_config.check_endpoints(events.endpoint, events.replay_endpoint, replica + 1)
     available = devices.find(parallel.device, ())
     order: tuple[int, ...] = ()
     if parallel.device == "cuda":

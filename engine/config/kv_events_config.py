@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from quire.engine.architecture.attention_spec import AttentionSpec, CompressedAttentionSpec, MLASpec
@@ -24,7 +23,7 @@ _DEFAULTS: dict[str, Any] = {
     "topic": "",
 }
 """The fields of vLLM's `KVEventsConfig`, with its defaults."""
-_ENDPOINT = re.compile(r"tcp://.+:(\d+)|ipc://.+")
+_ENDPOINT = re.compile(r"tcp://.+:(\d+)|ipc://[^\0\n]+")
 _HASH_SEED = "vllm-none-hash"
 """vLLM's, without PYTHONHASHSEED."""
 
@@ -58,7 +57,7 @@ def resolve(options: EngineOptions, config: EngineConfig) -> KVEventsConfig | No
                 f"{_FLAG}: {name} must be a ZMQ address such as {_DEFAULTS['endpoint']} or ipc://PATH, got "
                 f"{fields[name]!r}"
             )
-    check_ports((fields["endpoint"], fields["replay_endpoint"]), config.parallel.replicas)
+    check_endpoints(fields["endpoint"], fields["replay_endpoint"], config.parallel.replicas)
     if not fields["enable_kv_cache_events"] or fields["publisher"] == "null":
         return None
     if not config.cache.enable_prefix_caching:
@@ -78,9 +77,11 @@ def resolve(options: EngineOptions, config: EngineConfig) -> KVEventsConfig | No
     )
 
 
-def check_ports(endpoints: Iterable[str | None], replicas: int) -> None:
-    """Check that so many replicas have ports of their own. Raises `ConfigError`."""
-    found = [endpoint.rpartition(":")[2] for endpoint in endpoints if endpoint and endpoint.startswith("tcp:")]
+def check_endpoints(endpoint: str, replay_endpoint: str | None, replicas: int) -> None:
+    """Check that so many replicas have ports or paths of their own. Raises `ConfigError`."""
+    if endpoint == replay_endpoint and re.match(r"ipc://[^*]", endpoint):  # ZeroMQ chooses a path for each `*`
+        raise ConfigError(f"{_FLAG}: endpoint and replay_endpoint must be different paths, got {endpoint} for both")
+    found = [each.rpartition(":")[2] for each in (endpoint, replay_endpoint) if each and each.startswith("tcp:")]
     ports = [port for port in map(int, found) if port]
     if ports and (highest := max(ports) + replicas - 1) > 65535:
         raise ConfigError(
@@ -89,8 +90,8 @@ def check_ports(endpoints: Iterable[str | None], replicas: int) -> None:
         )
     if len(ports) == 2 and abs(ports[0] - ports[1]) < replicas:
         raise ConfigError(
-            f"{_FLAG}: replica N uses the ports {ports[0]} + N and {ports[1]} + N; choose ports that are at least "
-            f"{replicas} apart"
+            f"{_FLAG}: replica N uses the ports {ports[0]} + N (endpoint) and {ports[1]} + N (replay_endpoint); choose "
+            f"ports that are at least {replicas} apart"
         )
 
 

@@ -17,15 +17,19 @@ with pauses between them, and those of the device go first.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
+import socket as sockets
+import stat
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -103,14 +107,17 @@ class KVEventPublisher:
         incarnation: int = 0,
     ) -> None:
         """`address` is how this host is reached; `reply` sends an answer to an API process, `fail` tells the loop that
-        the thread has ended. Raises `ConfigError` if a port cannot be had."""
+        the thread has ended. Raises `ConfigError` if an endpoint cannot be used."""
         self._replica, self._incarnation, self._reply, self._fail = replica, incarnation, reply, fail
         self._topic, self._max_queued = config.topic.encode(), config.max_queue_size
+        self._waits_for_ports = config.waits_for_ports
         self._context = zmq.Context()
         self._publisher = self._context.socket(zmq.PUB)
         self._publisher.set_hwm(config.hwm)
         self._unopened = [(self._publisher, of_replica(config.endpoint, replica), False)]
         """Sockets that are not bound or connected yet, where they are to be, and whether they listen in any case."""
+        self._paths: list[Path] = []
+        """Of the sockets that listen there."""
         self._replayer: zmq.Socket[bytes] | None = None
         if config.replay_endpoint is not None:
             self._replayer = self._context.socket(zmq.ROUTER)
@@ -120,11 +127,10 @@ class KVEventPublisher:
         asked = [(socket, endpoint) for socket, endpoint, _ in self._unopened]
         try:
             self._open_sockets()
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or not config.waits_for_ports:
-                self._context.destroy(0)
-                text = f"--kv-events-config: cannot use {self._unopened[0][1]}: {(error.strerror or '').lower()}"
-                raise ConfigError(text) from None
+        except ConfigError:
+            self._close_sockets(0)
+            raise
+        if self._unopened:
             logger.info("KV events will be published when the process that had the ports before has ended")
         endpoint, *replay_endpoint = (_reached(*each, address) for each in asked)
         self.source = KVEventSource(
@@ -190,7 +196,7 @@ class KVEventPublisher:
             logger.exception("KV events cannot be published")
             self._fail(error)
         finally:
-            self._context.destroy(_LINGER_MS)
+            self._close_sockets(_LINGER_MS)
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -198,12 +204,16 @@ class KVEventPublisher:
         if self._replayer is not None:
             poller.register(self._replayer, zmq.POLLIN)
         dropped = Dropped("dropped a request for earlier KV events that could not be decoded")
+        refused = Dropped("KV events are not published yet")
         is_open = True
         while is_open:
             ready = dict(poller.poll(self._milliseconds_left()))
             if self._unopened:
-                with contextlib.suppress(zmq.ZMQError):
+                try:
                     self._open_sockets()
+                except ConfigError as error:  # the server goes on, and the cause may be mended
+                    refused.add(error)
+                if not self._unopened:
                     known: list[KVEvent] = [AllBlocksCleared(), *self._view.events()]  # subscribers know others
                     self._send(time.time(), known)
             if self._wakeup in ready:
@@ -314,17 +324,54 @@ class KVEventPublisher:
         socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
     def _open_sockets(self) -> None:
-        """Raises `zmq.ZMQError`, and can be called again."""
-        while self._unopened:
-            socket, endpoint, listens = self._unopened[0]
-            host = _host(endpoint)
+        """Open those that are not open yet, except those that wait for another server. Can be called again. Raises
+        `ConfigError`."""
+        for entry in [*self._unopened]:
+            socket, endpoint, listens = entry
+            host, path = _host(endpoint), _path(endpoint)
             if ":" in host:
                 socket.setsockopt(zmq.IPV6, 1)
-            if listens or host in _WILDCARDS or "::" in host or endpoint.startswith("ipc:"):  # as in vLLM
-                socket.bind(endpoint)
-            else:
-                socket.connect(endpoint)
-            del self._unopened[0]
+            try:
+                if path is not None:
+                    _check_free(path)
+                if listens or endpoint.startswith("ipc:") or host in _WILDCARDS or "::" in host:  # as in vLLM
+                    socket.bind(endpoint)
+                else:
+                    socket.connect(endpoint)
+            except (OSError, zmq.ZMQError) as error:
+                if error.errno == errno.EADDRINUSE and self._waits_for_ports:
+                    continue
+                reason = zmq.strerror(error.errno) if error.errno else str(error)
+                raise ConfigError(f"--kv-events-config: cannot use {endpoint}: {reason.lower()}") from None
+            self._paths += filter(None, [path])
+            self._unopened.remove(entry)
+
+    def _close_sockets(self, linger: int) -> None:
+        """Free paths before the sockets close: then they are still this publisher's. `linger` is in milliseconds."""
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                if path.is_socket():
+                    path.unlink()
+        self._context.destroy(linger)
+
+
+def _path(endpoint: str) -> Path | None:
+    """The file that an endpoint is; None: it is an address, Linux's abstract socket, or a file that ZeroMQ chooses."""
+    name = endpoint.removeprefix("ipc://")
+    return None if name == endpoint or name.startswith(("@", "*")) else Path(name)
+
+
+def _check_free(path: Path) -> None:
+    """Check that ZeroMQ may remove what is there. Raises `OSError`, which is EADDRINUSE if somebody listens there."""
+    try:
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise FileExistsError(errno.EEXIST, "not a socket")
+        with sockets.socket(sockets.AF_UNIX) as probe, contextlib.suppress(BlockingIOError):  # many connect to it
+            probe.setblocking(False)
+            probe.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        return
+    raise OSError(errno.EADDRINUSE, "somebody listens")
 
 
 def _host(endpoint: str) -> str:

@@ -1,14 +1,14 @@
-"""What a replica tells routers outside the server: blocks that are stored and removed, in vLLM's terms.
+"""The events that a replica sends to routers outside the server: blocks stored and removed, in vLLM's terms.
 
 A block of the prefix cache is announced when the step that writes it has run, and withdrawn when it leaves the cache;
-one that leaves before is never announced. So the announced blocks are, at every moment, those that a new request would
-find. Blocks that the host's KV store has in memory and on disk are announced with a medium of their own, whichever
-replica has stored them: the cores tell the store how events name the blocks that they store or load (`DescribeKV`), and
-it tells all cores what it has (`KVTiersChanged`). There may be far more of these than on the device, so the scheduler
-only passes on what the store says; the publisher's thread makes events of it.
+one that leaves before is never announced. At any moment, the announced blocks are those that a new request would find.
+Blocks that the host's KV store has in memory and on disk are announced with their own medium, whichever replica stored
+them: cores tell the store how events name the blocks that they store or load (`DescribeKV`), and it tells all cores
+which entries it has (`KVTiersChanged`). There may be far more of these than on the device, so the scheduler only passes
+the store's messages on; the publisher's thread turns them into events.
 
-Internally, blocks have the hashes of `kv_cache_manager.extend_hashes`. Blocks for which these are equal are one for
-routers, too: adapters with two names and the same weights are announced under one of them.
+Internally, blocks have the hashes of `kv_cache_manager.extend_hashes`. Blocks with equal hashes are one block for
+routers, too: two adapters with the same weights are announced under one of their names.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class KVEvents:
         """The same for those that are not announced yet."""
         self._of_step: dict[int, list[bytes]] = {}
         self._loaded: list[bytes] = []
-        """Links of blocks that were loaded, which the store may not have been described."""
+        """Links of loaded blocks, which may not have been described to the store yet."""
         self._news: list[KVEvent | DeviceCleared] = []
         self._tier_news: list[TierNews] = []
 
@@ -79,8 +79,8 @@ class KVEvents:
             blocks.append(block)
 
     def stored(self, request: Request, index: int, step: int | None) -> None:
-        """A described block was added to the prefix cache, which is number `index` of the request's, of all groups.
-        `step` is the step that writes it, if it has not run yet."""
+        """A described block was added to the prefix cache: number `index` of the request's blocks of all groups. `step`
+        is the step that writes it, if it has not run yet."""
         at, group = divmod(index, len(self._kinds))
         digest, block = request.hashes[index], request.event_blocks[at]
         if step is None:
@@ -94,7 +94,7 @@ class KVEvents:
         self._loaded.append(link)
 
     def written(self, step: int) -> None:
-        """A step has run, or was given up: announce what it has written."""
+        """A step has run, or was given up: announce the blocks that it has written."""
         if (digests := self._of_step.pop(step, None)) is not None:
             unwritten = self._unwritten
             mine = dict.fromkeys(each for each in digests if each in unwritten and unwritten[each].step == step)
@@ -121,7 +121,7 @@ class KVEvents:
     # --- the KV store -----------------------------------------------------------------------------------------
 
     def description(self, links: Iterable[bytes]) -> DescribeKV:
-        """Return what the store is told of blocks with these links, and of those that were loaded."""
+        """Describe the blocks with these links, and those loaded since the last call, for the store."""
         found = {link: block for link in (*links, *self._loaded) if (block := self._known.get(link)) is not None}
         self._loaded.clear()
         encode = msgspec.msgpack.Encoder().encode
@@ -133,11 +133,11 @@ class KVEvents:
 
     @property
     def has_loaded(self) -> bool:
-        """Whether blocks were loaded that the store has not been described since."""
+        """Whether blocks were loaded that have not been described to the store since."""
         return bool(self._loaded)
 
     def on_tiers_changed(self, message: KVTiersChanged) -> None:
-        """The store says what it has, and no longer has."""
+        """The store reports which entries it has, and no longer has."""
         if message.is_first:
             self._tier_news.clear()
         self._tier_news.append(TierNews(message.is_first, partial(self._tier_events, message)))
@@ -147,7 +147,7 @@ class KVEvents:
         self.on_tiers_changed(KVTiersChanged([], [], is_first=True))
 
     def _tier_events(self, message: KVTiersChanged, view: KVEventsView) -> list[KVEvent]:
-        """Return the events of a message, given what has been announced. On the publisher's thread."""
+        """Return the events for a message, given the announced blocks. Runs on the publisher's thread."""
         gone: dict[tuple[str, int], dict[int, None]] = {}
         for tier, kind, number in message.removed:
             for group in self.groups_of[kind]:
@@ -182,7 +182,7 @@ class KVEvents:
         group: int,
         last: dict[int, BlockStored],
     ) -> None:
-        """Announce a block, in the event that `last` has for the group if it continues that."""
+        """Announce a block: in the group's event in `last` if it continues that, otherwise in a new one."""
         kind, window = self._kinds[group]
         event = BlockStored(
             *([number], block.parent, block.token_ids, self._block_size, None, medium, block.lora_name),
@@ -200,7 +200,7 @@ class KVEvents:
             self._news.append(BlockRemoved([number], GPU, group))
 
     def check_integrity(self, cached: Iterable[bytes]) -> None:
-        """Assert that the blocks are those of the cache."""
+        """Assert that the announced and unwritten blocks are exactly the cached ones."""
         assert not self._announced.keys() & self._unwritten.keys(), "a block is announced before it is written"
         assert self._announced.keys() | self._unwritten.keys() == set(cached), "events differ from the cache"
         steps = {digest: step for step, digests in sorted(self._of_step.items()) for digest in digests}

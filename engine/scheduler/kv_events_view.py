@@ -1,4 +1,4 @@
-"""What a replica has announced to routers. Used by the thread that publishes events, and by no other."""
+"""The blocks that a replica has announced to routers. Only the thread that publishes events uses this."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from quire.engine.protocol.kv_events import CPU, GPU, STORAGE, AllBlocksCleared,
 from quire.engine.protocol.kv_store import DescribedBlock
 
 _SLICE = 2048
-"""Blocks that are withdrawn at once, and that one event announces at most."""
+"""Maximum blocks that are withdrawn at once, and that one event announces."""
 
 
 class DeviceCleared:
-    """All blocks have left the prefix cache: in events, `AllBlocksCleared` if the tiers have none."""
+    """All blocks have left the prefix cache. Published as `AllBlocksCleared` if the tiers have no blocks."""
 
 
 class TierNews(NamedTuple):
-    """News of the KV store, which become events on the publisher's thread: they may be many."""
+    """News of the KV store. They become events on the publisher's thread, because they may be many."""
 
     is_first: bool
-    """What the tiers were said to have is void."""
+    """Earlier news of the tiers are void."""
     events: Callable[[KVEventsView], list[KVEvent]]
-    """Returns the events, given what has been announced."""
+    """Returns the events, given the announced blocks."""
 
 
 class KVEventsView:
@@ -33,10 +33,10 @@ class KVEventsView:
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str | None, int | None], dict[int, bytes]] = {}
-        """By medium and group, and hash: a `DescribedBlock` in msgpack. Millions of these cost the garbage collector
-        nothing, which would stop all threads."""
+        """By medium and group, then by hash: a `DescribedBlock` in msgpack, as bytes, because the garbage collector
+        stops all threads while it visits objects, and there may be millions."""
         self._groups: dict[int | None, tuple[int, str | None, int | None]] = {}
-        """Tokens of a block, and what kind of group it is, with its window."""
+        """By group: tokens of a block, kind of the group, and its window."""
         self._encode = msgspec.msgpack.Encoder().encode
 
     def holds(self, medium: str, group: int, number: int) -> bool:
@@ -58,15 +58,15 @@ class KVEventsView:
         return found
 
     def take_tiers(self, news: TierNews) -> tuple[list[KVEvent], bool]:
-        """Return events of the tiers to be published next, which count as announced from now on, and whether there are
-        no more of these news."""
+        """Return the next events to publish for news of the tiers, and whether these are the last ones for it. They
+        count as announced from now on."""
         if news.is_first and (event := self._withdraw((CPU, STORAGE), _SLICE)) is not None:
             return [event], False
         self.apply(events := news.events(self))
         return events, True
 
     def _withdraw(self, media: Collection[str], limit: float) -> BlockRemoved | None:
-        """Take out blocks of these media, in one group; None: there are none."""
+        """Withdraw up to `limit` blocks of these media, all in one group; None: there are none."""
         for (medium, group), blocks in self._blocks.items():
             if medium in media and blocks:
                 numbers = [blocks.popitem()[0] for _ in range(int(min(limit, len(blocks))))]
@@ -93,8 +93,8 @@ class KVEventsView:
                     self._blocks.clear()
 
     def hashes(self, count: int, *, has_tiers: bool) -> Iterator[BlockStored]:
-        """Yield events that announce all blocks, at most `count` in each, without tokens and parents. They are those
-        that there are when the first one is asked for."""
+        """Yield events that announce all blocks, at most `count` in each, without tokens and parents. The blocks are
+        those announced when the first event is requested."""
         found = [(key, [*own]) for key, own in self._blocks.items() if has_tiers or key[0] == GPU]
         for (medium, group), numbers in found:
             for start in range(0, len(numbers), count):

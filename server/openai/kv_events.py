@@ -20,8 +20,8 @@ router = APIRouter(route_class=BodyRoute)
 @router.get("/kv_event_sources", dependencies=[AdminOrLocal])
 async def kv_event_sources(state: AppState) -> Response:
     """Where the replicas publish their KV events (`--kv-events-config`): for each data-parallel rank that is up, an
-    object with the fields of vLLM's `KVEventsConfig`, whose endpoints are the rank's, at addresses that other hosts
-    reach.
+    object with the fields of vLLM's `KVEventsConfig`. Its endpoints are those of the rank, with addresses that other
+    hosts can reach.
 
     Needs an admin key. On a server without keys, clients must be on its host, and no other web pages.
     """
@@ -35,10 +35,10 @@ async def kv_events_snapshot(
 ) -> Response:
     """The KV blocks that replicas have, for a router that starts late.
 
-    For each data-parallel rank that is up, or the one asked for: `events`, `BlockStored` events of all blocks, parents
-    before their children, which are valid after the batch with the number `sequence` of
-    the rank's start number `incarnation`. A router subscribes first, then asks for this, and applies the batches with
-    higher numbers.
+    For each data-parallel rank that is up, or only `data_parallel_rank`: `events` has `BlockStored` events of all
+    blocks, parents before their children. They describe the state after the batch with number `sequence`, since the
+    start of the rank that `incarnation` identifies. A router subscribes first, then requests this, and applies the
+    batches with higher numbers.
 
     Needs an admin key. On a server without keys, clients must be on its host, and no other web pages.
     """
@@ -50,7 +50,7 @@ async def kv_events_snapshot(
 
 
 async def _snapshots(found: Sequence[tuple[KVEventsState, list[bytes]]]) -> AsyncIterator[bytes]:
-    """The body in parts, as there may be hundreds of megabytes."""
+    """The body in parts: it may have hundreds of megabytes."""
     start = b'{"snapshots":['
     for state, parts in found:
         known = {

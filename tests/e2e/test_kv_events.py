@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from tests.e2e.serving import Server, quire, serve
-from tests.e2e.test_replicas import free_port, run, until
+from tests.e2e.test_replicas import free_port, run
 from tests.fakes.kv_router import KVRouter
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow
 EVENTS = {"enable_kv_cache_events": True, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://127.0.0.1:0"}

@@ -61,10 +61,19 @@ def test_groups_of_layers_have_the_names_of_vllm(tmp_path: Path) -> None:
         ({"publisher": "kafka"}, "publisher must be zmq or null, got 'kafka'"),
         ({"endpoint": None}, "endpoint must be a string, got None"),
         ({"endpoint": "inproc://kv"}, "endpoint must be a ZMQ address such as"),
+        ({"endpoint": "ipc://a\0"}, "endpoint must be a ZMQ address such as"),
         ({"replay_endpoint": "tcp://*:70000"}, "replay_endpoint must be a ZMQ address such as"),
         ({"buffer_steps": -1}, "buffer_steps must be at least 0, got -1"),
         ({"max_queue_size": 0}, "max_queue_size must be at least 1, got 0"),
         ({"hwm": True}, "hwm must be a number, got True"),
+        (
+            {"endpoint": "ipc://@kv", "replay_endpoint": "ipc://@kv"},
+            "endpoint and replay_endpoint must be different paths, got ipc://@kv for both",
+        ),
+        (
+            {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://127.0.0.1:5557"},
+            r"replica N uses the ports 5557 \+ N \(endpoint\) and 5557 \+ N \(replay_endpoint\)",
+        ),
     ],
 )
 def test_other_fields_and_values_are_refused(tmp_path: Path, given: dict[str, Any], text: str) -> None:
@@ -77,8 +86,10 @@ def test_events_need_a_prefix_cache_and_each_replica_its_own_ports(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"without prefix caching, which is off \(--no-enable-prefix-caching\)"):
         resolve(options(model, kv_events_config=ON, enable_prefix_caching=False))
     ports = {**ON, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}
+    for same in ("tcp://*:0", "ipc://*"):
+        resolve(options(model, kv_events_config={**ON, "endpoint": same, "replay_endpoint": same}))
     resolve(options(model, kv_events_config=ports))
-    with pytest.raises(ConfigError, match=r"uses the ports 5557 \+ N and 5558 \+ N; .* at least 2 apart"):
+    with pytest.raises(ConfigError, match=r"uses the ports 5557 \+ N .* 5558 \+ N .* at least 2 apart"):
         resolve(options(model, kv_events_config=ports, data_parallel_size=2))
     last = {**ON, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:65535"}
     config = resolve(options(model, kv_events_config=last))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -252,6 +254,75 @@ def test_a_successor_publishes_when_the_ports_are_free(config: KVEventsConfig) -
         router.sequence = 1
         assert router.replay() == 1  # the blocks again, as subscribers know others
         assert [number for _, _, number in router.blocks] == [1]
+
+
+def test_a_path_is_had_by_one_publisher_until_it_ends(config: KVEventsConfig, tmp_path: Path) -> None:
+    """ZeroMQ itself would take it from the other one, whatever it is, and leave it behind."""
+    (tmp_path / "live").write_text("a file")
+    for waits in (False, True):
+        with pytest.raises(ConfigError, match=r"--kv-events-config: cannot use ipc://.*/live: file exists"):
+            Published(replace(config, waits_for_ports=waits))
+    assert (tmp_path / "live").read_text() == "a file"
+    (tmp_path / "live").unlink()
+    with closing(Published(config)) as first:
+        with pytest.raises(ConfigError, match=r"--kv-events-config: cannot use ipc://.*/live: address already in use"):
+            Published(config)
+        successor = Published(replace(config, waits_for_ports=True))
+        with closing(first.router()) as router:
+            assert router.replay() == 1
+    with closing(successor), closing(successor.router()) as router:
+        assert router.replay() == 2  # its start, and that it can be read
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "b/" * 60 + "replay"])
+def test_a_path_that_cannot_be_used_is_refused(config: KVEventsConfig, tmp_path: Path, name: str) -> None:
+    """Even by a server that waits for an earlier one, and nothing stays open."""
+    with socket.socket(socket.AF_UNIX) as earlier:
+        earlier.bind(str(tmp_path / "earlier"))
+        earlier.listen()
+        for endpoint in ("live", "earlier"):
+            given = replace(config, endpoint=f"ipc://{tmp_path}/{endpoint}", replay_endpoint=f"ipc://{tmp_path}/{name}")
+            with pytest.raises(ConfigError, match=rf"cannot use ipc://.*{name}: file name too long"):
+                Published(replace(given, waits_for_ports=True))
+            assert [each.name for each in tmp_path.iterdir()] == ["earlier"]
+
+
+def test_a_successor_goes_on_when_a_path_becomes_unusable(
+    config: KVEventsConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    live, file = tmp_path / "live", tmp_path / "file"
+    file.write_text("a file")
+    with socket.socket(socket.AF_UNIX) as earlier:
+        earlier.bind(str(live))
+        earlier.listen()
+        successor = Published(replace(config, waits_for_ports=True))
+    with closing(successor):
+        file.replace(live)
+        successor.state()
+        assert "KV events are not published yet: --kv-events-config: cannot use" in caplog.text
+        live.unlink()
+        successor.state()
+        assert live.is_socket()
+        live.unlink()
+        live.write_text("not the publisher's")
+    assert [each.name for each in tmp_path.iterdir()] == ["live"]
+
+
+def test_sockets_need_no_path_of_the_user(
+    config: KVEventsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Abstract ones of Linux, and paths that ZeroMQ chooses."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "*").write_text("a file")
+    name = f"ipc://@{tmp_path.name}-{os.getpid()}"
+    with closing(Published(replace(config, endpoint="ipc://*", replay_endpoint=name))) as publisher:
+        assert publisher.source.replay_endpoint == name
+        with closing(publisher.router()) as router:
+            assert router.replay() == 1
+        with pytest.raises(ConfigError, match=f"cannot use {name}: address already in use"):
+            Published(replace(config, replay_endpoint=name))
+    assert [each.name for each in tmp_path.iterdir()] == ["*"]
 
 
 def stored(*numbers: int) -> KVEvent:
