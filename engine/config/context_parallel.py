@@ -1,5 +1,5 @@
-"""Checks context parallelism: whether ranks of a stage can divide the tokens of a model's cache (decode), or those of a
-step (prefill). No torch."""
+"""Checks context parallelism: whether the ranks of a stage can divide the tokens in a model's cache (decode), or the
+tokens of a step (prefill). No torch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def check(
     speculative: SpeculativeConfig | None,
     dtype: str,
 ) -> None:
-    """Check --decode-context-parallel-size for a cache of type `dtype`, and the draft model's if its ranks divide
-    tokens, too. Raises `ConfigError`."""
+    """Check --decode-context-parallel-size for a model with a cache of type `dtype`, and for the draft model if its
+    ranks divide tokens, too. Raises `ConfigError`."""
     size, tp = parallel.decode_context_parallel_size, parallel.tensor_parallel_size
     if size == 1:
         return
     flag = f"--decode-context-parallel-size {size}"
     if tp % size:
-        raise ConfigError(f"{flag} does not divide the {tp} ranks of a stage (--tensor-parallel-size)")
+        raise ConfigError(f"{flag} must divide the {tp} ranks of a stage (--tensor-parallel-size)")
     if options.block_size % size:
-        raise ConfigError(f"{flag} does not divide the {options.block_size} tokens of a block (--block-size)")
+        raise ConfigError(f"{flag} must divide the {options.block_size} tokens of a block (--block-size)")
     if dtype not in (*DTYPE_BYTES, "int8", "fp8"):
         raise ConfigError(f"{flag} is not supported with --kv-cache-dtype {dtype}; use int8, fp8 or auto")
     if reason := _problem(model.architecture, tp, size, model.max_model_len):
@@ -43,19 +43,19 @@ def check(
 
 
 def _problem(arch: ModelSpec, tp: int, size: int, length: int) -> str:
-    """Why `size` ranks cannot divide the tokens of a model; "" if they can."""
+    """Why `size` ranks cannot divide the tokens in a model's cache; "" if they can."""
     if isinstance(arch, TransformersModelSpec):
-        return "transformers' implementation (--model-impl) has attention of its own"
+        return "transformers implements it (--model-impl), with its own attention"
     attentions = dict.fromkeys(_attentions(arch))
     if not attentions or isinstance(arch, EncoderSpec):
-        return "it has no KV cache of attention"
+        return "it caches no keys and values"
     for attention in attentions:
         if feature := _unsupported(attention, length):
             return f"{feature} is not supported"
         if (copies := _copies(attention, tp)) % size:
             heads = attention.num_kv_heads if isinstance(attention, AttentionSpec) else 1
             at_most = f"{copies} ranks have" if copies > 1 else "no two ranks have"
-            return f"with {heads} KV heads over {tp} ranks (--tensor-parallel-size), {at_most} the same one"
+            return f"with {heads} KV heads on {tp} ranks (--tensor-parallel-size), {at_most} the same one"
     return ""
 
 
@@ -69,7 +69,7 @@ def _copies(attention: AnyAttentionSpec, tp: int) -> int:
 
 
 def _unsupported(attention: AnyAttentionSpec, length: int) -> str:
-    """The property of attention that needs all tokens, or their positions, on a rank; "" if there is none."""
+    """The feature of attention that needs all tokens, or their positions, on one rank; "" if there is none."""
     if not isinstance(attention, AttentionSpec | MLASpec):
         return "compressed attention"
     if attention.window and attention.window < length:
@@ -83,12 +83,12 @@ def _unsupported(attention: AnyAttentionSpec, length: int) -> str:
     if attention.is_chunked:
         return "chunked attention"
     if attention.alibi or attention.num_biases:
-        return "a bias that depends on the distance of keys"
-    return "" if not attention.has_own_sinks else "a sink of each query"
+        return "a bias by the distance of keys"
+    return "" if not attention.has_own_sinks else "a sink for each query"
 
 
 def check_options(options: EngineOptions) -> None:
-    """Check the options that --prefill-context-parallel-size can be combined with. Raises `ConfigError`."""
+    """Check the options that cannot be combined with --prefill-context-parallel-size. Raises `ConfigError`."""
     if (size := options.prefill_context_parallel_size) == 1:
         return
     flag, context = f"--prefill-context-parallel-size {size}", options.decode_context_parallel_size
@@ -104,8 +104,7 @@ def check_options(options: EngineOptions) -> None:
 
 
 def check_shares(model: ModelConfig, parallel: ParallelConfig, dtype: str) -> None:
-    """Check that ranks can divide the tokens of a step of a model, with a cache of type `dtype`. Raises
-    `ConfigError`."""
+    """Check that ranks can divide the tokens of a model's steps, with a cache of type `dtype`. Raises `ConfigError`."""
     if (size := parallel.prefill_context_parallel_size) == 1:
         return
     flag = f"--prefill-context-parallel-size {size}"
@@ -119,15 +118,15 @@ def _indivisible(model: ModelConfig) -> str:
     """Why ranks cannot divide the tokens of a step; "" if they can."""
     arch = model.architecture
     if isinstance(arch, TransformersModelSpec):
-        return "transformers' implementation (--model-impl) has attention of its own"
+        return "transformers implements it (--model-impl), with its own attention"
     if isinstance(arch, EncoderSpec) or model.pooling is not None:
         return "it is an embedding model"
     if not _attentions(arch):
-        return "only attention and what follows it are divided, and it has none"
+        return "only tokens of layers with attention are divided, and it has no attention"
     if arch.media is not None and arch.media.is_bidirectional:
-        return "tokens of images that attend to later ones are not supported; use --language-model-only"
+        return "image tokens that attend to later ones are not supported; use --language-model-only"
     if any(layer.ngrams is not None for layer in arch.layers):
-        return "n-grams are read over several tokens"
+        return "its n-grams span several tokens"
     for attention in dict.fromkeys(_attentions(arch)):
         if not isinstance(attention, AttentionSpec | MLASpec):
             return "compressed attention is not supported"

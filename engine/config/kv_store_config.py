@@ -1,4 +1,5 @@
-"""Resolves the KV store of a host (`EngineOptions` → `KVStoreConfig`): the tiers of KV below the devices. No torch."""
+"""Resolves the KV store of a host (`EngineOptions` → `KVStoreConfig`): the tiers of KV outside the devices. No
+torch."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ _MEMORY_BYTES = 1 << 30
 _MEMORY_SHARE = 0.1
 _MIB = 1 << 20
 _PROMPTS = 4
-"""Default of --kv-offloading-size with --prefill-replicas, with the same limit: so many prompts of the model's length
-for each of them that the host has, some of which are computed and some loaded by others; or `_WAITING_TOKENS` for each
-request that a replica runs at once, if that is more: as many prompts may wait at decode replicas that are full."""
+"""Default of --kv-offloading-size with --prefill-replicas, with the same limit: this many prompts of the model's length
+for each prefill replica of the host, since some are being computed while others are being loaded. If it is more,
+`_WAITING_TOKENS` for each of --max-num-seqs: as many prompts may wait for decode replicas that are full."""
 _WAITING_TOKENS = 1024
 FILE_SHARE = 8
-"""Each tier has room for at least so many files of the disk tier."""
+"""Each tier has room for at least this many files of the disk tier."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +45,20 @@ def resolve(options: EngineOptions, config: EngineConfig, available: Devices) ->
                 raise ConfigError(f"{own} needs a KV store on this host: set --kv-offloading-size, or omit {own}")
         return None
     if disk is None and options.kv_disk_bandwidth is not None:
-        raise ConfigError("--kv-disk-bandwidth limits what is written to --kv-disk, which is not set; omit it")
+        raise ConfigError("--kv-disk-bandwidth limits writes to --kv-disk, which is not set; omit it")
     if options.kv_peer_port is not None and options.kv_peer_port >= 1 << 16:
         raise ConfigError(f"--kv-peer-port {options.kv_peer_port}: expected a port, at most 65535")
     tier = "--kv-offloading-size" if options.kv_offloading_size else "--kv-disk" if disk is not None else ""
     flag = "--prefill-replicas" if has_roles else tier
     if has_roles and config.model.pooling is not None:
-        raise ConfigError(f"{flag}: {name} computes vectors of prompts, and nothing is left to decode; omit {flag}")
+        raise ConfigError(f"{flag}: {name} does not generate text, so there is nothing to decode; omit {flag}")
     if not config.cache.enable_prefix_caching:
-        reason = "it was turned off" if not options.enable_prefix_caching else f"{name} cannot use it"
-        verb = "hands over" if has_roles else "keeps"
-        raise ConfigError(f"{flag} {verb} what is in the prefix cache, and {reason}; omit {flag}")
+        is_off = not options.enable_prefix_caching
+        reason = "it is off (--no-enable-prefix-caching)" if is_off else f"{name} cannot use it"
+        raise ConfigError(f"{flag} needs the prefix cache, and {reason}; omit {flag}")
     if options.kv_offloading_size == 0:
         raise ConfigError(
-            f"--kv-offloading-size 0 with {flag}: KV goes by way of the host's memory; use at least 0.1, or omit it"
+            f"--kv-offloading-size 0 with {flag}: KV passes through the host's memory; use at least 0.1, or omit it"
         )
     if not parallel.local_replicas:
         if tier:
@@ -66,7 +67,7 @@ def resolve(options: EngineOptions, config: EngineConfig, available: Devices) ->
         return None
     if parallel.node != parallel.first_node:
         logger.info(
-            "the KV of this host's ranks is in the store of node %d: sizes and paths that are set here have no effect",
+            "this host's ranks use the KV store of node %d: sizes and paths that are set here have no effect",
             parallel.first_node,
         )
         return KVStoreConfig(memory_bytes=0)
@@ -83,16 +84,16 @@ def resolve(options: EngineOptions, config: EngineConfig, available: Devices) ->
         memory_bytes = min(max(wanted, _MEMORY_BYTES if disk else 0), int(free * _MEMORY_SHARE))
         if has_roles:
             logger.info(
-                "the host's memory keeps up to %s of KV on its way between replicas%s; --kv-offloading-size sets it",
+                "up to %s of the host's memory holds KV on its way between replicas%s; --kv-offloading-size sets it",
                 format_bytes(memory_bytes),
-                f", less than the {format_bytes(wanted)} that prompts may need (a tenth of the free memory)"
+                f", a tenth of the free memory, though prompts may need {format_bytes(wanted)}"
                 * (memory_bytes < wanted),
             )
     path, disk_bytes = disk or ("", 0)
     if path and disk_bytes < memory_bytes:
         logger.warning(
-            "--kv-disk %s: %s are less than the %s of memory (--kv-offloading-size), so that memory has "
-            "most of what is on disk; use a larger size",
+            "--kv-disk %s: %s is less than the %s of memory (--kv-offloading-size), so the disk adds "
+            "little; use a larger size",
             *(options.kv_disk, format_bytes(disk_bytes), format_bytes(memory_bytes)),
         )
     return KVStoreConfig(
@@ -108,8 +109,8 @@ def resolve(options: EngineOptions, config: EngineConfig, available: Devices) ->
 
 
 def _handed_over_bytes(config: EngineConfig) -> int:
-    """The memory for `_PROMPTS`, or for those that wait; a host without prefill replicas may get some later, or load
-    from other hosts."""
+    """The memory for `_PROMPTS`, or for prompts that wait. A host without prefill replicas counts as having one: it may
+    get one later, or load from other hosts."""
     parallel, length = config.parallel, config.model.max_model_len
     count = _PROMPTS * max(1, sum(parallel.role_of(each) == "prefill" for each in parallel.local_replicas))
     waiting = config.scheduler.max_num_seqs * _prompt_bytes(config, min(length, _WAITING_TOKENS))
@@ -121,41 +122,41 @@ def _prompt_bytes(config: EngineConfig, length: int) -> int:
     used = 0
     for kind in kv_layout(config).kinds:
         group = config.cache.groups[kind.groups[0]]
-        # Of states, and of windows that fill pages, few blocks of a prompt have entries.
+        # Only few blocks of a prompt have entries of states, and of windows that fill pages.
         tokens = min(length, kind.window or length) if group.is_state or group.fills_pages else length
         used += place_bytes(kind.size) * -(-tokens // config.cache.block_size)
     return used
 
 
 def check_layouts(config: EngineConfig, prefill: EngineConfig) -> None:
-    """Check that replicas with these layouts have the same entries."""
+    """Check that replicas with these two layouts can share entries."""
     if kv_layout(config).signature != kv_layout(prefill).signature:
         raise ConfigError(
-            "--prefill-tensor-parallel-size, --prefill-pipeline-parallel-size: the KV of "
-            f"{config.model.architecture.name} is shared only by replicas with as many ranks; omit them"
+            "--prefill-tensor-parallel-size, --prefill-pipeline-parallel-size: replicas share the KV of "
+            f"{config.model.architecture.name} only if they have the same number of ranks; omit them"
         )
 
 
 def check_size(config: EngineConfig) -> None:
-    """Check that the memory holds an entry of each kind, and one that is on its way, and the disk some files."""
+    """Check that the memory has room for an entry of each kind and one more, and the disk for some files."""
     if config.kv_store is None or not config.kv_store.memory_bytes:
         return
     sizes = [kind.size for kind in kv_layout(config).kinds]
     if config.kv_store.memory_bytes < (least := least_memory(sizes)):
         raise ConfigError(
-            f"--kv-offloading-size: {format_bytes(config.kv_store.memory_bytes)} are too few for entries of up to "
+            f"--kv-offloading-size: {format_bytes(config.kv_store.memory_bytes)} is too little for entries of up to "
             f"{format_bytes(max(sizes))} in {len(sizes)} kind{'s' * (len(sizes) > 1)}; use at least {_gib(least)}"
         )
     if config.kv_store.disk_path and config.kv_store.disk_bytes < (least := FILE_SHARE * max(sizes)):
         raise ConfigError(
-            f"--kv-disk {config.kv_store.disk_path}: {format_bytes(config.kv_store.disk_bytes)} are too few for "
+            f"--kv-disk {config.kv_store.disk_path}: {format_bytes(config.kv_store.disk_bytes)} is too little for "
             f"{FILE_SHARE} files with entries of up to {format_bytes(max(sizes))}; use at least {_gib(least)}"
         )
 
 
 def check_host(store: KVStoreConfig | None, lora: LoraConfig | None, ranks: int, available: Devices) -> None:
-    """Check that this host, whose `ranks` have GPUs, has the memory for KV, beside the memory for adapters; the memory
-    of CPUs is planned with that of their ranks, unless Ray places these."""
+    """Check that this host, which has `ranks` GPU ranks, has enough memory for KV and adapters. On CPUs, this memory is
+    part of the ranks' memory plan, unless Ray places the ranks."""
     if store is None or not store.memory_bytes or available.capability is not None:  # described, of another host
         return
     adapters = 0 if lora is None else lora.host_bytes * ranks
@@ -168,8 +169,8 @@ def check_host(store: KVStoreConfig | None, lora: LoraConfig | None, ranks: int,
 
 
 def check_disk(store: KVStoreConfig | None) -> None:
-    """Check that the folder of the disk tier can be made or written, by this user alone, and that its file system is as
-    large."""
+    """Check that this user, and no other one, can create or write the folder of the disk tier, and that its file system
+    is large enough."""
     if store is None or not store.disk_path:
         return
     folder = store.disk_path
@@ -183,14 +184,14 @@ def check_disk(store: KVStoreConfig | None) -> None:
         raise ConfigError(f"--kv-disk {store.disk_path}: {reason}")
     if store.disk_bytes > (size := shutil.disk_usage(folder).total):
         raise ConfigError(
-            f"--kv-disk {store.disk_path}: {format_bytes(store.disk_bytes)} are more than the {format_bytes(size)} of "
+            f"--kv-disk {store.disk_path}: {format_bytes(store.disk_bytes)} is more than the {format_bytes(size)} of "
             "its file system"
         )
 
 
 def why_untrusted(folder: str) -> str:
-    """Return why others than this user and root may change what is in a folder of the disk tier, and what to do; empty:
-    they may not, or it does not exist. Raises `OSError`."""
+    """Return why users other than this one and root could change files in a folder of the disk tier, and what to do;
+    empty: they could not, or it does not exist. Raises `OSError`."""
     try:
         status = os.stat(folder)
     except FileNotFoundError:
@@ -203,7 +204,7 @@ def why_untrusted(folder: str) -> str:
 
 
 def ip_of(address: str) -> IPv4Address | IPv6Address | None:
-    """Return the IP address in `HOST:PORT`, where an IPv6 address has brackets; None: it has a name."""
+    """Return the IP address in `HOST:PORT`, where an IPv6 address has brackets; None: the host is a name."""
     try:
         return ip_address(address.rpartition(":")[0].strip("[]"))
     except ValueError:
@@ -221,7 +222,7 @@ def _is_address(address: str) -> bool:
 
 
 def _parse_peers(text: str, token: str) -> tuple[str, ...]:
-    """Return the addresses of --kv-peers. Without a token, only this host may be reached."""
+    """Return the addresses of --kv-peers. Without a token, they must be on this host."""
     addresses = [each.strip() for each in text.split(",") if each.strip()]
     for address in addresses:
         if not _is_address(address):
@@ -231,12 +232,12 @@ def _parse_peers(text: str, token: str) -> tuple[str, ...]:
             raise ConfigError(
                 f"--kv-peers {address}: connections to other hosts need a --cluster-token, the same on all of them"
             )
-    # That of a store without a token, while the name may mean ::1.
+    # Stores without a token listen at 127.0.0.1, but "localhost" may mean ::1.
     return tuple(dict.fromkeys(re.sub("^localhost:", "127.0.0.1:", each) for each in addresses))
 
 
 def _gib(size: int) -> str:
-    """Format a least number of bytes as the value of a flag."""
+    """Format a minimum of bytes as the value of a flag in GiB, rounded up."""
     return f"{math.ceil(size / (1 << 30) * 100) / 100:g}"
 
 
@@ -248,5 +249,7 @@ def _parse_disk(text: str) -> tuple[str, int]:
     except ValueError:
         gib = math.nan
     if not path or not 0 < gib * (1 << 30) < math.inf:
-        raise ConfigError(f"--kv-disk {text}: expected PATH:GIB, such as /var/cache/quire-kv:200")
+        raise ConfigError(f"--kv-disk {text}: expected PATH:GIB, GIB a number above 0, such as /var/cache/quire-kv:200")
+    if "://" in path:
+        raise ConfigError(f"--kv-disk {text}: expected the path of a folder; mount the storage, and give its path")
     return os.path.abspath(os.path.expanduser(path)), int(gib * (1 << 30))

@@ -161,17 +161,16 @@ class ParallelOptions:
     )
     decode_context_parallel_size: int = flag(
         1,
-        "number of ranks of a stage that divide the tokens of each KV block, instead of having copies of the same KV "
-        "heads: with fewer KV heads than ranks, or latent attention (MLA)",
+        "number of ranks of a stage that divide the tokens of each KV block instead of keeping copies of the same KV "
+        "heads; for models with fewer KV heads than ranks, or latent attention (MLA)",
         short="-dcp",
         metavar="N",
         least=1,
     )
     prefill_context_parallel_size: int = flag(
         1,
-        "number of ranks, or groups of --tensor-parallel-size ranks, with the same weights and the same KV, which "
-        "divide the tokens of each step with prompts, so that their first tokens come earlier; of prefill replicas, if "
-        "there are some",
+        "number of groups of --tensor-parallel-size ranks with the same weights and KV, which divide the tokens of "
+        "steps with prompts, so that first tokens come earlier; with --prefill-replicas, of these replicas only",
         short="-pcp",
         metavar="N",
         least=1,
@@ -190,8 +189,8 @@ class ParallelOptions:
     )
     prefill_replicas: int | None = flag(
         None,
-        "number of replicas that compute long prompts, the first ones, for --decode-replicas, which continue with the "
-        "KV that they have computed; both together are --data-parallel-size",
+        "number of replicas, the first ones, that compute long prompts and hand them over, with their KV, to the "
+        "--decode-replicas; the two numbers together are --data-parallel-size",
         metavar="P",
         least=1,
     )
@@ -341,39 +340,38 @@ class CacheOptions:
     )
     kv_offloading_size: float | None = host_flag(
         None,
-        "GiB of each host's memory for KV of prefixes that leaves the devices; its replicas share it, and load what is "
-        "faster to load than to compute (default: with --kv-disk 1, with --prefill-replicas what prompts on their "
-        "way need, both a tenth of the free memory at most; else none)",
+        "GiB of each host's memory for KV of prefixes evicted from the devices; its replicas share it, and load "
+        "prefixes that load faster than they compute (default: 1 with --kv-disk, with --prefill-replicas enough for "
+        "prompts on their way, in both cases at most a tenth of the free memory; else none)",
         metavar="GIB",
         least=0,
         is_common=True,
     )
     kv_disk: str | None = host_flag(
         None,
-        "folder for KV of prefixes that leaves --kv-offloading-size, and the most GiB of files in it; a server that "
-        "starts again finds its KV there",
+        "folder for KV of prefixes, and the maximum GiB of files in it; a server that restarts finds its KV there",
         metavar="PATH:GIB",
     )
     kv_disk_bandwidth: float | None = host_flag(
-        None, "MiB per second that are written to --kv-disk at most (default: no limit)", metavar="MIB", least=1
+        None, "maximum MiB per second that are written to --kv-disk (default: no limit)", metavar="MIB", least=1
     )
     kv_peers: str | None = host_flag(
         None,
-        "KV stores of other servers with the same model, from which this one loads what is faster to load than to "
-        "compute. They have the same --cluster-token. The hosts of one server find each other without it",
+        "KV stores of other servers with the same model and --cluster-token, from which this one loads prefixes that "
+        "load faster than they compute. The hosts of one server find each other without it",
         metavar="HOST:PORT,…",
     )
     kv_peer_port: int | None = host_flag(
         None,
-        "port at which the KV stores of others read from that of this host (default: none, except between the hosts of "
-        "one server)",
+        "port at which KV stores of other servers read this host's store (default: none; the hosts of one server do "
+        "not need it)",
         metavar="PORT",
         least=1,
     )
     kv_peer_bandwidth: float | None = host_flag(
         None,
-        "MiB per second that the KV store of this host sends to others at most, for as many of them at once as get 2 "
-        "each (default: no limit)",
+        "maximum MiB per second that this host's KV store sends to others; it serves as many at once as get 2 each "
+        "(default: no limit)",
         metavar="MIB",
         least=2,
     )

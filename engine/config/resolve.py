@@ -257,7 +257,8 @@ def _check_ranges(options: EngineOptions) -> None:
         if not isinstance(value, int | float):
             raise ConfigError(f"--{field.name.replace('_', '-')} must be a number, got {value!r}")
         if not low <= value < math.inf:
-            raise ConfigError(f"--{field.name.replace('_', '-')} must be at least {low}, got {value}")
+            expected = f"at least {low}" if value < low else "finite"
+            raise ConfigError(f"--{field.name.replace('_', '-')} must be {expected}, got {value}")
     if not -(1 << 63) <= options.seed < 1 << 63:
         raise ConfigError(f"--seed must be a 64-bit integer, got {options.seed}")
     if options.itl_target_ms is not None and not 0.0 < options.itl_target_ms < math.inf:

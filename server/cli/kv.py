@@ -105,7 +105,9 @@ def _list(path: str, models: dict[Path, dict[Path, os.stat_result]]) -> int:
 def _verify(path: str, models: dict[Path, dict[Path, os.stat_result]]) -> int:
     files = {file: status for found in models.values() for file, status in found.items() if file.suffix == ".kv"}
     total, damaged = sum(status.st_size for status in files.values()), 0
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="verifying", leave=False) as bar:
+    with tqdm(
+        total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="verifying", leave=False, disable=None
+    ) as bar:
         for file in files:
             with contextlib.suppress(FileNotFoundError):  # a server has removed it
                 if reason := _damage_of(file, bar.update):

@@ -84,7 +84,8 @@ def _kind(hint: Any, metavar: str | None) -> dict[str, Any]:
         members = [member for member in typing.get_args(hint) if member is not types.NoneType]
         hint = members[0]
         if len(members) > 1:
-            return {"type": _or_word(hint, typing.get_args(members[1])), "metavar": metavar or "N"}
+            words = typing.get_args(members[1])
+            return {"type": _named(f"{hint.__name__} or {'/'.join(words)}", hint, words), "metavar": metavar or "N"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is Literal:
@@ -93,16 +94,18 @@ def _kind(hint: Any, metavar: str | None) -> dict[str, Any]:
         return {"type": _json_object, "action": _Update, "metavar": "JSON"}
     if typing.get_origin(hint) is tuple:
         return {"nargs": "+", "metavar": metavar}
+    if hint is float and metavar is not None:  # the unit
+        hint = _named(f"number ({metavar})", hint)
     return {"type": hint, "metavar": metavar or {int: "N", float: "X"}.get(hint, "TEXT")}
 
 
-def _or_word(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
+def _named(name: str, kind: type, words: tuple[str, ...] = ()) -> Callable[[str], Any]:
     """Return an argparse type that accepts one of the words as a string, or a value of `kind`."""
 
     def convert(text: str) -> Any:
         return text if text in words else kind(text)
 
-    convert.__name__ = f"{kind.__name__} or {'/'.join(words)}"  # argparse reports "invalid … value"
+    convert.__name__ = name  # argparse reports "invalid … value"
     return convert
 
 

@@ -236,10 +236,15 @@ _CONNECTOR_UNUSED = (
 
 def _kv_transfer(values: list[str]) -> list[str]:
     """Convert a connector that keeps KV in the memory or on the disk of its own host."""
-    config = json.loads(values[0])
+    try:
+        config = json.loads(values[0])
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ConfigError(f"argument {KV_TRANSFER}: invalid JSON object value: {values[0]!r}")
     if (name := config.get("kv_connector")) is None:
         return []
-    if name not in _CONNECTORS:
+    if not isinstance(name, str) or name not in _CONNECTORS:
         raise ConfigError(
             f"argument {KV_TRANSFER}: kv_connector {name} is not supported; use --kv-offloading-size and "
             f"--kv-disk, or one of {', '.join(_CONNECTORS)}; for prefill apart from decode, --prefill-replicas and "
@@ -253,7 +258,9 @@ def _kv_transfer(values: list[str]) -> list[str]:
         raise ConfigError(
             f"argument {KV_TRANSFER}: what cannot be loaded is computed; use kv_load_failure_policy recompute"
         )
-    more = dict(config.get("kv_connector_extra_config") or {})
+    if not isinstance(more := config.get("kv_connector_extra_config") or {}, dict):
+        raise ConfigError(f"argument {KV_TRANSFER}: kv_connector_extra_config must be a JSON object, got {more!r}")
+    more = {**more}
     for key, accepted in connector.only.items():
         if (value := more.pop(key, None)) is not None and value not in accepted:
             raise ConfigError(
@@ -266,7 +273,7 @@ def _kv_transfer(values: list[str]) -> list[str]:
     if unknown:
         raise ConfigError(
             f"argument {KV_TRANSFER}: {unknown[0]} is not supported, as Quire has tiers of its own; omit it, and use "
-            "--kv-disk PATH:GIB for a disk"
+            "--kv-offloading-size GIB for memory, and --kv-disk PATH:GIB for a disk"
         )
     if size is None:
         raise ConfigError(
@@ -400,7 +407,10 @@ IGNORED: dict[str, str] = {
         "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --enable-dbo"
     ),
     "every token is sent at once": "--stream-interval=",
-    "preempted requests are computed again, and nothing is swapped": "--swap-space=",
+    "preempted requests are computed again, or loaded with --kv-offloading-size": "--swap-space=",
+    "ranks have equal parts of every block, and Quire chooses the collectives": (
+        "--cp-kv-cache-interleave-size= --dcp-comm-backend= --dcp-kv-cache-interleave-size= --dcp-q-replicate"
+    ),
     "the KV cache has groups of its own for each kind of attention": "--disable-hybrid-kv-cache-manager",
     "the prefix cache has a hash of its own; the hashes in KV events are those of sha256_cbor": (
         "--prefix-caching-hash-algo="

@@ -37,7 +37,7 @@ def test_replicas_share_memory_and_disk(tmp_path: Path, caplog: pytest.LogCaptur
         disk_path=str(disk),
         disk_bytes=GIB // 4,
     )
-    assert f"--kv-disk {disk}:0.25: 256 MiB are less than the 1.5 GiB of memory" in caplog.text
+    assert f"--kv-disk {disk}:0.25: 256 MiB is less than the 1.5 GiB of memory" in caplog.text
     assert not disk.exists()
     assert MemoryPlan.of(config).fixed[0] == MemoryPlan.of(plain).fixed[0] + 3 * GIB // 4
     tokens = (7 << 28) // (96 << 10) * 16
@@ -152,11 +152,12 @@ def test_gpus_do_not_need_more_than_the_hosts_memory(tmp_path: Path) -> None:
     [
         (
             {"enable_prefix_caching": False},
-            "--kv-offloading-size keeps what is in the prefix cache, and it was turned off",
+            "--kv-offloading-size needs the prefix cache, and it is off (--no-enable-prefix-caching)",
         ),
         ({"kv_offloading_size": 0, "kv_disk": "/tmp:1"}, "--kv-offloading-size 0 with --kv-disk"),
         ({"kv_disk": "/tmp"}, "--kv-disk /tmp: expected PATH:GIB"),
         ({"kv_disk": "/tmp:0"}, "--kv-disk /tmp:0: expected PATH:GIB"),
+        ({"kv_disk": "s3://bucket/kv:9"}, "--kv-disk s3://bucket/kv:9: expected the path of a folder; mount"),
         ({"kv_disk": "/tmp:big"}, "--kv-disk /tmp:big: expected PATH:GIB"),
         ({"kv_disk": "/etc/passwd/kv:1"}, "--kv-disk /etc/passwd/kv: /etc/passwd is not a folder"),
         # Keys and values of 6 layers, 4 heads and 16 tokens, in float32: an entry, and another one.
@@ -164,11 +165,12 @@ def test_gpus_do_not_need_more_than_the_hosts_memory(tmp_path: Path) -> None:
             {"kv_offloading_size": 0.0001},
             "entries of up to 96 KiB in 1 kind; use at least 0.01",
         ),
-        ({"kv_disk": "/srv:0.0005"}, "--kv-disk /srv: 524 KiB are too few for 8 files with entries of up to 96 KiB"),
+        ({"kv_disk": "/srv:0.0005"}, "--kv-disk /srv: 524 KiB is too little for 8 files with entries of up to 96 KiB"),
         ({"kv_disk": "/tmp/kv:1e300"}, "--kv-disk /tmp/kv:1e300: expected PATH:GIB"),
         ({"kv_offloading_size": 1e300}, "--kv-offloading-size 1e+300: expected GiB"),
         ({"kv_disk": "/tmp:1"}, "others can write to /tmp, and could change answers"),
         ({"kv_offloading_size": -1}, "--kv-offloading-size must be at least 0"),
+        ({"kv_offloading_size": math.inf}, "--kv-offloading-size must be finite, got inf"),
         ({"kv_peers": "10.0.0.7"}, "--kv-peers 10.0.0.7: expected HOST:PORT"),
         ({"kv_peers": "127.0.0.1:1,b:70000"}, "--kv-peers b:70000: expected HOST:PORT"),
         *(
@@ -179,7 +181,7 @@ def test_gpus_do_not_need_more_than_the_hosts_memory(tmp_path: Path) -> None:
         ({"kv_peers": "10.0.0.7:1"}, "--kv-peers 10.0.0.7:1: connections to other hosts need a --cluster-token"),
         ({"kv_peer_port": 70000}, "--kv-peer-port 70000: expected a port, at most 65535"),
         ({"kv_offloading_size": None, "kv_peer_port": 1}, "--kv-peer-port needs a KV store on this host"),
-        ({"kv_disk_bandwidth": 1}, "--kv-disk-bandwidth limits what is written to --kv-disk, which is not set"),
+        ({"kv_disk_bandwidth": 1}, "--kv-disk-bandwidth limits writes to --kv-disk, which is not set"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_what_is_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> 
 
 def test_a_model_without_a_prefix_cache_has_no_tiers(tmp_path: Path) -> None:
     bert = {"architectures": ["BertModel"], "num_hidden_layers": 2, "type_vocab_size": 2, "num_key_value_heads": None}
-    with pytest.raises(ConfigError, match=r"--kv-disk keeps what is in the prefix cache, and .* cannot use it"):
+    with pytest.raises(ConfigError, match=r"--kv-disk needs the prefix cache, and .* cannot use it"):
         resolve(options(folder(tmp_path, **bert), kv_disk=f"{tmp_path}:1"))
 
 
@@ -202,7 +204,7 @@ def test_a_disk_must_be_as_large_as_its_tier(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=10 * GIB))
     asked = options(folder(tmp_path), kv_disk=f"{tmp_path}:10")
     assert resolve(asked).kv_store
-    with pytest.raises(ConfigError, match="11 GiB are more than the 10 GiB of its file system"):
+    with pytest.raises(ConfigError, match="11 GiB is more than the 10 GiB of its file system"):
         resolve(replace(asked, kv_disk=f"{tmp_path}:11"))
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ConfigError, match="this user cannot write to"):

@@ -163,11 +163,11 @@ def test_nodes_have_the_layout_of_their_replica(tmp_path: Path) -> None:
         ({"prefill_replicas": 0, "decode_replicas": None}, "--prefill-replicas must be at least 1"),
         ({"data_parallel_size": 4}, "--data-parallel-size 4 contradicts --prefill-replicas 1 and --decode-replicas 2"),
         ({"kv_offloading_size": 0}, "--kv-offloading-size 0 with --prefill-replicas"),
-        ({"enable_prefix_caching": False}, "--prefill-replicas hands over what is in the prefix cache, and it was"),
+        ({"enable_prefix_caching": False}, "--prefill-replicas needs the prefix cache, and it is off"),
         ({"enable_expert_parallel": True} | OWN, "replicas that share experts have the same layout; omit"),
         ({"pipeline_layer_partition": "6"} | OWN, "--pipeline-layer-partition 6 is for all replicas, which have 1"),
         ({"prefill_tensor_parallel_size": 3}, "of the --prefill-replicas: --tensor-parallel-size 3 does not divide"),
-        ({"runner": "pooling"}, "--prefill-replicas: .* computes vectors of prompts, and nothing is left to decode"),
+        ({"runner": "pooling"}, "--prefill-replicas: .* does not generate text, so there is nothing to decode"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_layouts_have_the_same_entries(tmp_path: Path) -> None:
     """Of states that transformers computes, each rank has its own part of an entry."""
     config = resolve(options(folder(tmp_path), **ROLES))
     other = replace(config, cache=replace(config.cache, dtype="int8"))
-    with pytest.raises(ConfigError, match="LlamaForCausalLM is shared only by replicas with as many ranks; omit them"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM only if they have the same number of ranks; omit them"):
         kv_store_config.check_layouts(config, other)
 
 

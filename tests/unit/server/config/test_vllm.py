@@ -232,6 +232,7 @@ def test_values_that_cannot_be_converted_are_one_line(capsys: pytest.CaptureFixt
         assert "--quantization: moe_wna16 is not supported; omit it, as the method" in refusal(capsys, flag)
     assert "invalid choice: 'FLASH_ATN'" in refusal(capsys, "--attention-backend", "FLASH_ATN")
     assert "invalid choice: 'deep_ep'" in refusal(capsys, "--all2all-backend", "deep_ep")
+    assert "invalid number (GIB) value: '64G'" in refusal(capsys, "--kv-offloading-size", "64G")
     assert "invalid int value: 'infG'" in refusal(capsys, "--kv-cache-memory-bytes", "infG")
     for then in (("--hf-overrides.a.b", "2"), ("--hf-overrides.a+", "2")):
         assert "--hf-overrides has another kind of value there" in refusal(capsys, "--hf-overrides.a", "1", *then)
@@ -474,13 +475,15 @@ def test_connectors_to_the_own_host_are_tiers(config: dict[str, Any], memory: fl
     ("changes", "text"),
     [
         ({"kv_connector": "NixlConnector"}, "kv_connector NixlConnector is not supported; use --kv-offloading-size"),
+        ({"kv_connector": []}, "kv_connector [] is not supported; use --kv-offloading-size"),
+        ({"kv_connector_extra_config": 3}, "kv_connector_extra_config must be a JSON object, got 3"),
         ({"kv_role": "kv_producer"}, "kv_role kv_producer is not supported; use kv_both"),
         ({"kv_load_failure_policy": "fail"}, "what cannot be loaded is computed"),
         ({"kv_connector_module_path": "mine"}, "kv_connector_module_path is not supported"),
         ({"kv_connector_extra_config": {}}, "OffloadingConnector has no size; set cpu_bytes_to_use, or use --kv-offl"),
         (
             {"kv_connector_extra_config": {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "fs"}]}},
-            "secondary_tiers is not supported, as Quire has tiers of its own; omit it, and use --kv-disk PATH:GIB",
+            "secondary_tiers is not supported, as Quire has tiers of its own; omit it, and use --kv-offloading-size",
         ),
         (
             {"kv_connector_extra_config": {"cpu_bytes_to_use": 1, "spec_name": "TieringOffloadingSpec"}},
@@ -500,6 +503,12 @@ def test_other_connectors_are_refused_by_key(changes: dict[str, Any], text: str)
     config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
     with pytest.raises(ConfigError, match=f"^argument --kv-transfer-config: .*{re.escape(text)}"):
         EngineArgs("some/model", kv_transfer_config=config | changes)
+
+
+@pytest.mark.parametrize("text", ["{kv_connector", "5"])
+def test_a_connector_is_a_json_object(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^argument --kv-transfer-config: invalid JSON object value: '{text}'$"):
+        vllm.translate(["--kv-transfer-config", text], set())
 
 
 @pytest.mark.parametrize("own", [{"kv_offloading_size": 2}, {"kv_disk": "/var/kv:1"}])
