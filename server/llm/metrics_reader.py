@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.parser import text_string_to_metric_families
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric as Family
 
 _PREFIX = "vllm:"
 Labels = tuple[tuple[str, str], ...]
@@ -61,6 +62,8 @@ class Histogram(Metric):
 
 def read_metrics(exposition: bytes) -> list[Metric]:
     """Return the metrics in a text of Prometheus that have vLLM's names."""
+    from prometheus_client.parser import text_string_to_metric_families  # imports ssl and HTTP servers
+
     families = text_string_to_metric_families(exposition.decode())
     return [metric for family in families if family.name.startswith(_PREFIX) for metric in _metrics(family)]
 

@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 
 import uvloop
 
@@ -24,7 +23,7 @@ from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnect
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import Failed, Ready, Reload, SetLogLevel, Shutdown, ToProcess
 from quire.server.client.media_metrics import MediaMetrics
-from quire.server.media.types import MediaSettings
+from quire.server.media.types import MediaProcessArgs
 
 _INHERITED_SECONDS = 60.0
 """Time for API processes to enter their leases after a restart."""
@@ -33,18 +32,6 @@ _LEAST_GB = 1.0
 """GiB that the items of running requests may have, however small the cache is."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class MediaProcessArgs:
-    """The arguments of a media process."""
-
-    settings: MediaSettings
-    folder: str
-    """Of the socket and of the items."""
-    metrics: str
-    """The file of `quire.server.client.media_metrics`."""
-    log_level: str
 
 
 def capacity(cache_gb: float, folder: str) -> tuple[int, int]:

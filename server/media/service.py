@@ -22,8 +22,7 @@ from quire.server.client.media_metrics import MediaMetrics
 from quire.server.client.metrics import media_table
 from quire.server.config.server_options import MediaOptions
 from quire.server.media.addresses import AddressRules
-from quire.server.media.process import MediaProcessArgs
-from quire.server.media.types import MediaSettings
+from quire.server.media.types import MediaProcessArgs, MediaSettings
 
 _SHARED_MEMORY = "/dev/shm"
 _MAX_FEATURE_BYTES = 2**16

@@ -135,3 +135,15 @@ class MediaSettings:
     """Arguments of the model's processor (--mm-processor-kwargs)."""
     io_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By kind: how files are decoded (--media-io-kwargs), such as {"video": {"num_frames": 32}}."""
+
+
+@dataclass(frozen=True)
+class MediaProcessArgs:
+    """The arguments of a media process."""
+
+    settings: MediaSettings
+    folder: str
+    """Of the socket and of the items."""
+    metrics: str
+    """The file of `quire.server.client.media_metrics`."""
+    log_level: str

@@ -57,10 +57,15 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 @cache
-def imports(path: Path) -> list[str]:
-    """Every module that is imported anywhere in a file, `from x import y` as x.y."""
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path, *, on_import: bool = False) -> list[str]:
+    """Every module that is imported anywhere in a file, or only when the file itself is; `from x import y` as x.y."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parse(path).body if on_import else ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -129,6 +134,21 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
             if library == "ray":
                 assert module in ("engine.cluster.ray_cluster", "engine.cluster.ray_launcher"), f"{module} imports ray"
             assert (room, library) != ("server.parsers", "asyncio"), f"{module} imports asyncio"
+
+
+def test_programs_with_llm_import_no_networking_libraries() -> None:
+    """Only our processes need them, or few calls; and `ssl` is missing in some embedded Pythons."""
+    files = {f"quire.{module}": path for module, path in MODULES}
+    seen, left = set[str](), ["quire.server.llm"]
+    while left:
+        if (name := left.pop()) not in seen:
+            seen.add(name)
+            if path := files.get(name):
+                left += imports(path, on_import=True)
+            elif name.startswith("quire."):  # a name in a module
+                left.append(name.rpartition(".")[0])
+    assert "quire.server.media.service" in seen
+    assert not {name.split(".")[0] for name in seen} & {"ssl", "uvloop", "prometheus_client", "httpx", "aiohttp"}
 
 
 def test_raw_options_do_not_travel_past_resolve() -> None:

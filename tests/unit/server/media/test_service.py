@@ -20,9 +20,8 @@ from quire.server.client.media_metrics import MediaMetrics
 from quire.server.client.metrics import media_table
 from quire.server.config.server_options import MediaOptions
 from quire.server.media import service
-from quire.server.media.process import MediaProcessArgs
 from quire.server.media.service import MediaService, media_settings
-from quire.server.media.types import MediaSettings
+from quire.server.media.types import MediaProcessArgs, MediaSettings
 from tests.fakes.supervised import FakeProcess
 
 MEDIA = MediaConfig(max_items={"image": 1}, max_encoder_features=1, encoder_cache_features=1, max_item_features=1)
