@@ -72,6 +72,7 @@ def page(browser: Browser) -> Iterator[Page]:
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     yield page
+    page.unroute_all(behavior="ignoreErrors")  # the page polls: an answer may be under way
     page.close()
     assert errors == []
 
@@ -273,15 +274,18 @@ GIVE = """
 
 
 def test_pictures_are_chosen_pasted_or_dropped_and_sent_scaled_down(chat: Page, answers: Answers) -> None:
-    expect(button(chat, "Add pictures")).to_be_hidden()  # the demo model takes none
+    media: dict[str, Any] = {"kinds": [], "problem": None}
+
+    def with_media(route: Route) -> None:
+        got = route.fetch()
+        route.fulfill(response=got, json={**got.json(), "media": media})
+
+    chat.route("**/ui/state", with_media)
+    expect(button(chat, "Add pictures")).to_be_hidden()
     chat.evaluate(GIVE, ["drop", "a.png", [*png(2, 2)]])
     expect(chat.get_by_text("This model takes no pictures.")).to_be_visible()
 
-    def with_images(route: Route) -> None:
-        got = route.fetch()
-        route.fulfill(response=got, json={**got.json(), "media": {"kinds": ["image"], "problem": "being restarted"}})
-
-    chat.route("**/ui/state", with_images)
+    media |= {"kinds": ["image"], "problem": "being restarted"}
     expect(chat.locator("#reason")).to_have_text("being restarted")
     with chat.expect_file_chooser() as chooser:
         button(chat, "Add pictures").click()
@@ -393,7 +397,7 @@ def test_pictures_in_an_answer_are_shown_and_code_is_copied(chat: Page, answers:
     expect(chat.get_by_text("Image (not loaded): far")).to_be_visible()
     expect(chat.get_by_role("link", name="far")).to_have_attribute("title", "https://evil.example/x.png")
     box = chat.get_by_label("Message", exact=True)
-    chat.locator(".code").get_by_role("button", name="Copy code").click()
+    chat.locator(".code").get_by_role("button", name="Copy code").dblclick()
     expect(chat.locator(".code button")).to_have_text("Copied")
     box.press("Control+v")
     expect(box).to_have_value("a = 1\n  b")
@@ -403,6 +407,7 @@ def test_pictures_in_an_answer_are_shown_and_code_is_copied(chat: Page, answers:
     box.fill("")
     box.press("Control+v")
     expect(box).to_have_value("hello")
+    expect(chat.locator(".code button")).to_have_text("Copy")
 
 
 GROWING = """# Title
@@ -653,8 +658,9 @@ def test_an_answer_to_a_schema_is_shown_as_json(page: Page, server: Server) -> N
     page.evaluate("stop()")
     lines = ["{", '  "a": "*b* `c` \\\\(d_e_\\\\)",', '  "f": 12345678901234567890,', '  "g": [', "    1.0", "  ]", "}"]
     expect(shown.locator("pre")).to_have_text("\n".join(lines), use_inner_text=True)
-    for name in ("Copy code", "Copy"):
-        button(turns(page).last, name).click()
+    for copies in (turns(page).last.locator(".code button"), turns(page).last.locator("footer button").first):
+        copies.click()
+        expect(copies).to_have_text("Copied")
         box.fill("")
         box.press("Control+v")
         expect(box).to_have_value("".join(raw))
@@ -672,11 +678,13 @@ def test_log_probabilities_of_tokens(chat: Page, answers: Answers) -> None:
         scored("It", -0.01, top_logprobs=[scored("It", -0.01), scored("They", -4.6)]),
         scored("\\xe2\\x82", -0.7, raw=euro[:2], top_logprobs=[scored("$", -0.69), scored("\\xe2\\x82", -0.7)]),
         scored("\\xac", 0.0, raw=euro[2:], top_logprobs=[]),
+        scored("\n" * 99, 0.0),
+        scored("End", -0.1),
     ]
-    answers.text("It€", logprobs={"content": content})
+    answers.text("It€\n\nEnd", logprobs={"content": content})
     ask(chat, "hello")
     tokens = chat.locator(".token")
-    expect(tokens).to_have_text(["It", "·", "€"])
+    expect(tokens).to_have_text(["It", "·", "€", "", "End"])
     tokens.first.hover()
     tip = chat.get_by_role("tooltip")
     expect(tip.locator("tr")).to_have_text(["It99.0 %", "They1.01 %"])
@@ -685,9 +693,17 @@ def test_log_probabilities_of_tokens(chat: Page, answers: Answers) -> None:
     expect(tokens.nth(1)).to_be_focused()
     expect(tip.locator("tr")).to_have_text(["$50.2 %", "\\xe2\\x8249.7 %"])
     expect(tip.locator(".chosen")).to_have_count(1)
+    for _ in range(3):
+        chat.keyboard.press("ArrowRight")
+    chat.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")  # has scrolled
+    expect(tokens.last).to_be_in_viewport()
+    expect(tip.locator("tr")).to_have_text("End90.5 %")
+    chat.mouse.move(0, 0)
+    chat.get_by_role("log").evaluate("log => log.scrollTo(0, 0)")
+    expect(tip).to_be_hidden()
     button(chat, "As text").click()
     expect(tokens).to_have_count(0)
-    expect(turns(chat).last.locator(".answer")).to_have_text("It€")
+    expect(turns(chat).last.locator(".answer")).to_have_text("It€ End")
 
 
 def test_completions_have_the_raw_prompt_and_plain_text(chat: Page, answers: Answers) -> None:

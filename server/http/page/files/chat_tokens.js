@@ -24,20 +24,33 @@ function alternatives({name, logprob, top}) {
     })));
 }
 
-// The box with the alternatives: one for the page.
+// The box with the alternatives, one for the page, and the element of the token that it belongs to, or null.
 const box = make("div", {id: "token-box", role: "tooltip", hidden: true});
+let anchor = null;
 
-function show(span, token) {
-  box.replaceChildren(alternatives(token));
-  document.body.append(box);
-  box.hidden = false;
-  const at = span.getClientRects()[0], own = box.getBoundingClientRect();
-  const below = at.bottom + 6 + own.height < innerHeight;
+// Put the box at the token's first line that is in view, if one is. Scrolling changes that, also the scrolling that the
+// browser does itself when a token gets the focus.
+function place() {
+  const seen = anchor?.closest("[role=log]")?.getBoundingClientRect();
+  const at = seen && [...anchor.getClientRects()].find(line => line.bottom > seen.top && line.top < seen.bottom);
+  box.hidden = !at;
+  if (!at) return;
+  const own = box.getBoundingClientRect(), below = at.bottom + 6 + own.height < innerHeight;
   box.style.left = `${Math.max(8, Math.min(at.left, innerWidth - own.width - 8))}px`;
   box.style.top = `${below ? at.bottom + 6 : Math.max(8, at.top - own.height - 6)}px`;
 }
-const hide = () => { box.hidden = true; };
-addEventListener("scroll", hide, {capture: true, passive: true});
+addEventListener("scroll", place, {capture: true, passive: true});
+
+function show(span, token) {
+  anchor = span;
+  box.replaceChildren(alternatives(token));
+  document.body.append(box);
+  place();
+}
+const hide = () => {
+  anchor = null;
+  place();
+};
 
 // Shows tokens that grow, as the children of an element. The arrow keys move from token to token.
 export class GrowingTokens {
@@ -50,17 +63,18 @@ export class GrowingTokens {
     element.setAttribute("role", "list");
     element.setAttribute("aria-label", "Tokens of the answer; arrow keys move");
     const found = node => {
-      const span = node.closest?.(".token");
+      const span = node?.closest?.(".token");
       return span && [span, this.#tokens[[...element.children].indexOf(span)]];
     };
+    // Where scrolling has moved the tokens below a pointer that rests, the token that has the focus stays shown.
     const open = event => {
-      const [span, token] = found(event.target) ?? [];
+      const [span, token] = found(event.target) ?? found(element.querySelector(":focus-visible")) ?? [];
       if (token) show(span, token);
       else hide();
     };
     element.addEventListener("pointerover", open);
     element.addEventListener("focusin", open);
-    element.addEventListener("pointerleave", hide);
+    element.addEventListener("pointerleave", open);
     element.addEventListener("focusout", hide);
     element.addEventListener("keydown", event => {
       const step = {ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling"}[event.key];

@@ -67,7 +67,7 @@ export async function copy(text, button) {
     area.remove();
     button.focus();
   }
-  const label = button.textContent;
+  const label = button.dataset.label ??= button.textContent;  // of the first click: it may say "Copied" now
   button.textContent = copied ? "Copied" : "Not copied";
   setTimeout(() => { button.textContent = label; }, 1500);
 }
