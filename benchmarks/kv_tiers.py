@@ -3,18 +3,17 @@
     .venv/bin/python benchmarks/kv_tiers.py --peer vllm=/opt/vllm/venv [--only conversations] [--write FILE.md]
     .venv/bin/python benchmarks/kv_tiers.py --servers quire --shape tiny --conversations 32 --turns 4 --rounds 1
 
-The second command is a smoke test. The servers have a checkpoint of random weights, and a KV cache (the device's) for
-`--share` of the tokens of all conversations.
+The second command is a smoke test. All servers have the same checkpoint of random weights. The KV cache of their device
+has room for `--share` of the tokens of all conversations.
 
-- **conversations**: the first turn of all conversations, `--concurrency` at a time, then the second of all, and so on:
-  when a conversation goes on, the device has evicted it. Without tiers, with memory for all (`tiers`), and vLLM with
-  its native offload to the CPU's memory. `computed`: prompt tokens that were computed (`vllm:prompt_tokens_by_source`
-  of `/metrics`) of all that were sent; TTFT is that of the turns after the first. `same`: conversations whose tokens
-  are those without tiers, for which `again` is the measure: other batches round otherwise.
-- **idle**: other prompts in each round, which no tier can have, on a server with tiers and one without, in turns: what
-  tiers cost where they bring nothing.
-- **restart**: TTFT of prompts on a server that starts with the disk tier that an earlier one has filled (`warm`), and
-  on one with an empty one (`cold`). `indexed`: seconds from its first token until the disk tier is in use.
+- **conversations**: the first turn of all conversations, `--concurrency` at a time, then the second turn of all, and so
+  on: when a conversation continues, the device has evicted it. Servers: Quire without tiers, twice; Quire with memory
+  for everything (`tiers`); vLLM without and with its native offload to the CPU's memory. `computed` are the prompt
+  tokens computed (`vllm:prompt_tokens_by_source` of `/metrics`).
+- **idle**: new prompts in each round, which no tier can have, on a server with tiers and on one without, alternately:
+  the cost of tiers where they bring nothing.
+- **restart**: TTFT of prompts on a server with an empty disk tier (`cold`), and on one that is started afterwards with
+  the same disk tier (`warm`).
 """
 
 from __future__ import annotations
@@ -317,24 +316,29 @@ def document(bench: Bench, results: dict[str, dict[str, dict[str, Any]]]) -> str
     total = options.conversations * bench.conversation_tokens
     what = {
         "conversations": f"{options.conversations} conversations of {options.turns} turns, {options.concurrency} at a "
-        f"time: {options.first} tokens in the first turn, {options.new} in each other, {options.output} in each "
-        f"answer; {total:,} tokens at the end, of which the device has room for {bench.device_tokens:,}. The tiers "
-        f"have {options.memory:g} GiB of memory. `computed`: prompt tokens computed of those `sent`; TTFT of the turns "
-        "after the first. A `ratio` is to the same server without tiers. `same`: conversations with the same tokens "
-        "as without tiers, for which `again` is the measure: other batches round otherwise.",
-        "idle": f"{options.batch} new prompts of {options.first} tokens, {options.output} tokens out, all at once, "
-        f"{options.rounds} rounds in turns. `cpu_s`: processor time of all processes, which depends less on what else "
-        "the machine does. `speed_ratio`, `cpu_ratio`: medians of the rounds' ratios of output tokens per second and "
-        "of processor time.",
-        "restart": f"{options.prompts} prompts of {peers.MAX_TOKENS * 3 // 4} tokens, one after the other. `warm`: the "
-        "server has been started again with the disk tier of the one before (`cold`).",
+        f"time. The first turn has {options.first} new tokens, each later one {options.new}, and each answer "
+        f"{options.output}. At the end, all conversations together have {total:,} tokens; the device has room for "
+        f"{bench.device_tokens:,}, and the tiers have {options.memory:g} GiB of memory. `computed`: how many of the "
+        "prompt tokens that were `sent` the server computed. TTFT is that of all turns but the first. "
+        "`computed_ratio`, `ttft_ratio`: relative to the same server without tiers. `same`: conversations with the "
+        "same tokens as without tiers. Rounding depends on the batch, so some differ in any two runs: `again`, a "
+        "second run without tiers, shows how many.",
+        "idle": f"The cost of tiers where they bring nothing: {options.batch} new prompts of {options.first} tokens "
+        f"with {options.output} output tokens each, sent at once, in {options.rounds} rounds that alternate between "
+        "the servers. `cpu_s`: processor time of all processes, the figure that other work on the machine affects "
+        "least. `speed_ratio`, `cpu_ratio`: medians over the rounds of the ratios of output tokens per second and of "
+        "processor time.",
+        "restart": f"{options.prompts} prompts of {peers.MAX_TOKENS * 3 // 4:,} tokens, one after the other, on a "
+        "server with an empty disk tier (`cold`), and on one that was started afterwards with the same disk tier "
+        "(`warm`). `indexed_s`: seconds from its first token until the disk tier is in use.",
     }
     lines = [
         "# KV tiers",
         "",
         "`benchmarks/kv_tiers.py --write` writes this page: change the program, not the page.",
         "",
-        f"Random weights in the shape of {bench.shape.name}, {options.precision}; {options.threads} threads.",
+        f"Random weights in the shape of {bench.shape.name}, {options.precision}; {options.threads} threads for each "
+        "server.",
         "",
     ]
     for name, measured in results.items():

@@ -3,20 +3,21 @@
     .venv/bin/python benchmarks/kv_types.py [--write docs/benchmarks/kv-types.md]
     .venv/bin/python benchmarks/kv_types.py --chats 8 --texts 2 --types float32 int8    # a smoke test
 
-Every type runs the same requests through the engine, greedily. Weights and activations are float32, so that the cache
-alone makes the difference.
+Every type runs the same requests through the engine, greedily. Weights and activations are float32, so only the cache
+makes a difference.
 
-- **chats**: held-out questions, with answers of up to 120 tokens: the share of right answers, the share of answers that
-  are those of a float32 cache, and the perplexity of the expected answers.
-- **long contexts**: texts of `--length` tokens, each of many chats. Of the tokens of the answers in them: perplexity in
-  each quarter of the positions (the model was trained on single chats, so it grows); how far the log-probability is
-  from that of a float32 cache (mean error, and its 99th percentile); and at how many places the most likely token is
-  another. Then questions at the end of such contexts: the share of answers that are those of a float32 cache.
+- **chats**: held-out questions, with answers of up to 120 tokens. `right`: the share of right answers; `as float32`:
+  the share of answers that are identical to those with a float32 cache; `perplexity` of the expected answers.
+- **long contexts**: texts of `--length` tokens, each made of many chats. For the tokens of the answers in them: the
+  perplexity in each quarter of the positions (it grows, because the model was trained on single chats); the error of
+  the log-probability relative to a float32 cache (mean and 99th percentile); and the share of positions at which a
+  different token is the most likely one. Finally, the share of answers to questions at the end of such contexts that
+  are identical to those with a float32 cache.
 
-Large models have a few channels of keys that are much larger than the others (Liu et al. 2024, Hooper et al. 2024); the
-demo model has none. It is therefore measured again with such channels: in each key head, the rows of two rotary pairs
-are multiplied by `--outliers`, a power of two, and those of the queries divided by it. That changes no score, and not a
-bit of the result of a float cache.
+Large models have a few channels of keys that are much larger than the others (Liu et al. 2024, Hooper et al. 2024). The
+demo model has none, so it is measured a second time with such channels: in each key head, the rows of two rotary pairs
+are multiplied by `--outliers`, a power of two, and the matching rows of the queries are divided by it. This changes no
+score, and not a bit of the results with a float cache.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def tables(
     first = table(["KV cache", "bytes per token", "right", "as float32", "perplexity"], chats)
     ends = [f"to {(number + 1) * options.length // _QUARTERS:,}" for number in range(_QUARTERS)]
     ends[0] = f"perplexity {ends[0]}"
-    errors_of = ["error: mean", "99th percentile", "another most likely", "answers as float32"]
+    errors_of = ["error: mean", "99th percentile", "most likely token differs", "answers as float32"]
     return ["Chats:", "", *first, "Long contexts:", "", *table(["KV cache", *ends, *errors_of], long)]
 
 
@@ -214,7 +215,7 @@ def document(sections: Sequence[str]) -> str:
     lines = [
         "# Types of KV cache",
         "",
-        "`benchmarks/kv_types.py --write` writes this page: change the program, not it.",
+        "`benchmarks/kv_types.py --write` writes this page: change the program, not the page.",
     ]
     lines += ["", "What each `--kv-cache-dtype` costs in accuracy, on the bundled demo model.", ""]
     return "\n".join([*lines, method, "", *sections, "## Provenance", "", *provenance()]) + "\n"

@@ -4,20 +4,21 @@
     .venv/bin/python benchmarks/prefill_decode.py --shape tiny --length 1024 --output 64 --rounds 1    # a smoke test
 
 `--streams` requests with short prompts run, first alone and then while a client sends prompts of `--length` tokens, one
-after the other, to which it wants short answers. All servers have the same checkpoint of random weights, and two ranks:
+after the other, and reads a short answer to each. All have the same checkpoint of random weights, and two ranks:
 
-- one replica of both (`-tp 2`), and two replicas, with chunked prefill alone;
+- one replica of two ranks (`-tp 2`), and two replicas, both with chunked prefill alone;
 - a prefill replica and a decode replica;
-- the same, as if on two hosts: each has a KV store of its own, and one reads from the other at a loopback address;
-- two servers that know nothing of each other, of which one gets the streams and the other one the prompts: what ranks
-  cost each other that have only the machine in common, its memory, clients and API processes.
+- the same as if on two hosts: each has its own KV store, and one reads from the other at a loopback address;
+- two servers that know nothing of each other, one for the streams and one for the prompts: they show how much two ranks
+  slow each other down that share only the machine, its memory, clients and API processes.
 
-`itl_ms` and `itl_p99_ms`: time between two tokens of the streams, without prompts (`quiet_…`) and with; `p99_ratio` of
-these. `ttft_ms` is the prompts'. `handed_over`: prompts that changed replicas, of all; of these, `handover_ms`, the
-mean time from the first token to the next one, of which a decode step is a part and the rest is the transfer that was
-not beside the computation of the prompt; `read_mb`, the bytes of KV that the decode replica has loaded for each; and
-`recomputed`, the tokens that it has computed of each. `written_mb`: the bytes of the KV of a prompt to the KV store,
-whichever replica has computed it, less what the streams write without prompts.
+`itl_ms` and `itl_p99_ms`: the time between two tokens of the streams while prompts are computed, median and 99th
+percentile; `quiet_…`: the same without prompts; `p99_ratio`: the ratio of the two 99th percentiles. `ttft_ms`: time to
+first token of the long prompts. `handed_over`: how many of the `prompts` changed replicas. For each of these:
+`handover_ms`, the mean time from the first token to the second, which includes a decode step (the rest is the part of
+the transfer that did not overlap the computation of the prompt); `read_mb`, the KV that the decode replica loaded; and
+`recomputed`, the prompt tokens that it computed itself. `written_mb`: KV written to the KV store for each prompt, by
+any replica, less what the streams alone write.
 """
 
 from __future__ import annotations
@@ -214,8 +215,8 @@ def document(bench: Bench, results: dict[str, dict[str, Any]]) -> str:
     meaning = " ".join(__doc__.split("\n\n")[-1].split())
     text = (
         f"{options.streams} streams of {options.output} tokens, and prompts of {options.length} tokens one after the "
-        f"other; medians of {options.rounds} rounds. There is a core for each rank. `2 servers` know nothing of each "
-        f"other: one gets the streams, the other one the prompts. {meaning}"
+        f"other; medians of {options.rounds} rounds. Each rank has a core. In the last row, two servers know nothing "
+        f"of each other: one gets the streams, the other one the prompts. {meaning}"
     )
     columns = list(dict.fromkeys(column for found in results.values() for column in found if column != "failure"))
     lines = [

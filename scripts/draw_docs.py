@@ -402,14 +402,16 @@ def kv_tiers() -> str:
     drawing.arrow((110, 318), (110, 357), colour=ORANGE[1])
     drawing.arrow((310, 357), (310, 318), colour=GREEN[1])
     drawing.text(440, 336, "everything, within seconds", anchor="start", size=13, colour=ORANGE[1])
-    drawing.text(440, 354, "what is asked for, and matches its checksum", anchor="start", size=13, colour=GREEN[1])
+    drawing.text(
+        440, 354, "entries that are needed, if their checksum is right", anchor="start", size=13, colour=GREEN[1]
+    )
     drawing.box(20, 360, 380, 44, GREY, "disk\n--kv-disk; survives restarts")
     drawing.box(560, 366, 210, 32, WHITE, "other servers on the folder", dashed=True)
     drawing.arrow((402, 382), (557, 382), both=True, dashed=True)
     for line, text in enumerate(
         (
-            "Nothing waits for a tier: what does not come,",
-            "comes late or has another checksum is computed.",
+            "No request fails because of a tier: KV that is",
+            "missing, late or damaged is computed again.",
         )
     ):
         drawing.text(440, 96 + 20 * line, text, anchor="start", size=13, colour=QUIET)
@@ -443,11 +445,37 @@ def prefill_decode() -> str:
     drawing.arrow((522, 104), (637, 104), colour=ORANGE[1])
     drawing.text(580, 88, "each full block", size=12, colour=ORANGE[1])
     drawing.arrow((637, 272), (522, 272), colour=GREEN[1])
-    drawing.text(580, 256, "what it lacks", size=12, colour=GREEN[1])
+    drawing.text(580, 256, "the prompt's KV", size=12, colour=GREEN[1])
     drawing.text(
         20,
         356,
-        "If a replica dies, hangs or finds no KV, another one computes the same tokens from the prompt and those sent.",
+        "If a replica dies or hangs, another continues with the same tokens. KV that is missing is computed again.",
+        anchor="start",
+        size=13,
+        colour=QUIET,
+    )
+    return drawing.svg()
+
+
+def kv_events() -> str:
+    """How a router that starts late gets the whole view from a snapshot and the batches after it."""
+    drawing = Drawing(300, "KV events: a router that starts late joins a snapshot and the batches after it")
+    drawing.text(20, 36, "replica", anchor="start", bold=True)
+    drawing.text(20, 54, "publishes batches", anchor="start", size=13, colour=QUIET)
+    for place, number in enumerate(range(409, 417)):
+        colours = GREY if number < 411 else BLUE if number < 413 else GREEN
+        drawing.box(190 + 74 * place, 26, 62, 34, colours, f"{number}")
+    drawing.arrow((182, 76), (782, 76))
+    drawing.text(782, 94, "time", anchor="end", size=12, colour=QUIET)
+    drawing.text(20, 130, "router", anchor="start", bold=True)
+    drawing.text(20, 148, "starts late", anchor="start", size=13, colour=QUIET)
+    drawing.box(338, 108, 432, 38, BLUE, "1  subscribe, and keep what arrives")
+    drawing.box(190, 158, 284, 46, PURPLE, "2  read a snapshot: sequence 412\nit includes 411 and 412: drop these")
+    drawing.box(486, 216, 284, 38, GREEN, "3  apply 413, 414, …")
+    drawing.text(
+        20,
+        286,
+        "A gap in the numbers: ask the replay endpoint for the missing batches, or begin again with a snapshot.",
         anchor="start",
         size=13,
         colour=QUIET,
@@ -465,5 +493,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "adapters": adapters,
     "kv-tiers": kv_tiers,
     "prefill-decode": prefill_decode,
+    "kv-events": kv_events,
 }
 """The pictures by the names of their files."""

@@ -8,20 +8,20 @@ blocks are in one list in token order: the block of group `g` for the tokens fro
 in the same order.
 
 Invariants (`check_integrity`):
-- a block's reference count is the number of requests that list it, and of loads and copies
+- a block's reference count is the number of requests, loads and copies that list it
   (`quire.engine.scheduler.kv_transfers`);
 - the free blocks are exactly those with count 0, in the order in which they will be allocated;
 - a published hash maps to one block, which keeps its content until it is allocated again.
 
-Blocks are allocated in pages, which are the unit of reference counts and eviction: the blocks of a page follow each
-other, and belong to one request until another finds them in the prefix cache. In groups that fill pages, a block is a
-page, whose first block stands for it. Without recurrent states and such groups a page is a block.
+Blocks are allocated in pages, which are the unit of reference counts and eviction. The blocks of a page are contiguous,
+and belong to one request until another one finds them in the prefix cache. In groups that fill pages, a block takes a
+whole page, represented by the page's first block. Without recurrent states and such groups, a page is a block.
 
-A recurrent state takes a page, whose first block stands for it in the list: at the place of the last block that the
-state includes. A row reads the state at its start, and writes the state at its end and at each place in between that
-has a page. States stay in the prefix cache at multiples of `STATE_INTERVAL` tokens, at the last boundary of a prompt,
-and at the last boundary of the tokens sampled so far; at other places the page is used for the next state. Where blocks
-fill pages, the blocks in the windows of these places stay.
+A recurrent state takes a page, represented in the list by the page's first block, at the index of the last block that
+the state includes. A row reads the state at its start, and writes the state at its end and at each place in between
+that has a page. States stay in the prefix cache at multiples of `STATE_INTERVAL` tokens, at the last boundary of a
+prompt, and at the last boundary of the tokens sampled so far; at other places, the page is reused for the next state.
+In groups whose blocks fill pages, the blocks in the windows before these places stay.
 
 A block outside a window is freed before the row that no longer sees it is scheduled, while rows in flight may still
 read it. Workers run plans in order, so these rows run before the block is written again.
@@ -127,7 +127,7 @@ class KVCacheManager:
         self._unwritten: dict[int, list[int]] = {}
         """By step: published blocks whose content is written when the step has run."""
         self.listener: KVEvents | None = None
-        """Told of what the prefix cache loses; whoever publishes tells it of the rest (`RequestBlocks`)."""
+        """Is told which blocks the prefix cache loses; `RequestBlocks` tells it which ones it gains."""
 
     @property
     def num_free(self) -> int:
@@ -209,11 +209,12 @@ class KVCacheManager:
         return matched
 
     def prefix_length(self, hashes: list[bytes], known: Container[bytes]) -> int:
-        """Return the blocks of each group in the longest prefix whose next token sees only blocks with known hashes."""
+        """Return the length, in blocks of each group, of the longest prefix whose next token sees only blocks with
+        `known` hashes."""
         return prefix_length(hashes, known, self.num_groups, self.windows, self.block_size)
 
     def visible_places(self, length: int) -> list[int]:
-        """The places in a list of blocks that the token after `length` blocks of each group sees, in order."""
+        """The indexes, in a request's list, of the blocks that the token after `length` blocks of each group sees."""
         stride, seen = self.num_groups, self._first_visible_blocks(length)
         return sorted(
             chain.from_iterable(
@@ -236,7 +237,7 @@ class KVCacheManager:
 
     @property
     def unwritten(self) -> set[int]:
-        """The blocks in the prefix cache that steps in flight write."""
+        """The blocks in the prefix cache that steps in flight are still writing."""
         return {block for blocks in self._unwritten.values() for block in blocks}
 
     def _first_visible_blocks(self, length: int) -> dict[int, int]:
@@ -342,7 +343,7 @@ class KVCacheManager:
         return block
 
     def allocate_places(self, blocks: list[int], places: Iterable[int]) -> None:
-        """Allocate the blocks at these places of a list, in order; `pages_for_places` are free."""
+        """Allocate the blocks at these indexes of a list, in order; `pages_for_places` pages must be free."""
         groups = self.num_groups
         for place in places:
             blocks[place] = self._allocate_after(place % groups, blocks[place - groups] if place >= groups else FREED)
@@ -447,19 +448,19 @@ class KVCacheManager:
         return False
 
     def mark_written(self, step: int) -> None:
-        """Record that this step has run: the blocks published for it are written, or were unpublished."""
+        """Record that this step has run: the blocks published for it are written, unless they were unpublished."""
         self._unwritten.pop(step, None)
         if self.listener is not None:
             self.listener.written(step)
 
     def unpublish(self, hashes: Iterable[bytes]) -> None:
-        """Remove from the prefix cache the blocks with these hashes, which are not what they say."""
+        """Remove the blocks with these hashes from the prefix cache: their content is not what the hashes say."""
         for digest in hashes:
             if (block := self._block_of.get(digest)) is not None:
                 self._unpublish(block)
 
     def unpublish_unwritten(self) -> None:
-        """Remove from the prefix cache the published blocks that were never written."""
+        """Remove the published blocks that were never written from the prefix cache."""
         for blocks in self._unwritten.values():
             for block in blocks:
                 self._unpublish(block)

@@ -12,20 +12,20 @@ from quire.engine.protocol.kv_store import KVStoreOpened, OpenKVStore, RemoteAre
 SILENCE_SECONDS = 3.0
 """Time without a message after which the store counts as gone. It sends its stats every second."""
 _OPEN_SECONDS = 1.0
-"""Interval of attempts to open the store."""
+"""Interval between attempts to open the store."""
 
 
 class KVStoreConnection:
-    """Whether there is a store that answers, and which one: each has an arena with a path of its own."""
+    """Whether a store answers, and which one: each store has an arena with its own path."""
 
     def __init__(self, kinds: Sequence[KVKind]) -> None:
-        """`kinds` are those of entries; empty: there is never a store."""
+        """`kinds` are the kinds of entries; empty: there is never a store."""
         self.kinds = kinds
         self.send: Callable[[ToStore], None] = lambda message: None
         self.is_open = False
         """Whether there is a store that answers."""
         self.is_late = False
-        """Whether a look-up was not answered in time, and nothing has been heard since."""
+        """Whether a look-up was not answered in time, and the store has been silent since."""
         self.arena, self.arena_size = "", 0
         self.remote: RemoteArena | None = None
         """How ranks on other hosts reach the arena."""
@@ -58,7 +58,7 @@ class KVStoreConnection:
         return self._last_number
 
     def hear(self) -> None:
-        """Note that a message has come."""
+        """Note that a message has arrived."""
         self._heard_at, self.is_late = time.monotonic(), False
 
     def open(self, now: float) -> None:
@@ -68,17 +68,17 @@ class KVStoreConnection:
             self.send(self._opening)
 
     def open_again(self, now: float) -> None:
-        """Try again to open a store that is not open, now and then."""
+        """Try to open the store again, if the last attempt was long enough ago."""
         if now - self._opened_at >= _OPEN_SECONDS:
             self.open(now)
 
     def is_silent(self, now: float) -> bool:
-        """Whether nothing has been heard for too long."""
+        """Whether no message has arrived for too long."""
         return now - self._heard_at > SILENCE_SECONDS
 
     @property
     def due(self) -> float:
-        """When it counts as silent, or is to be opened again (`time.monotonic`)."""
+        """When the store counts as silent, or the next attempt to open it is due (`time.monotonic`)."""
         return self._heard_at + SILENCE_SECONDS if self.is_open else self._opened_at + _OPEN_SECONDS
 
     def has_place(self, kind: int, offset: int) -> bool:

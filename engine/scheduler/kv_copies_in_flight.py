@@ -1,4 +1,4 @@
-"""The copies between devices and KV store that are planned, or that some rank has not answered."""
+"""The copies between devices and KV store that are planned, or that some rank has not answered yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.engine.scheduler.plans_in_flight import PlansInFlight
 from quire.engine.scheduler.request import Request
 
 _RETRY_SECONDS = 20.0
-"""Time after which a rank whose copies have failed is tried by a load, if it has stored nothing since."""
+"""Time after which a rank whose copies have failed is tried again with a load, if it has stored nothing since."""
 
 logger = logging.getLogger(__name__)
 
@@ -25,36 +25,37 @@ class CopyInFlight:
     planned: KVCopy
     arena: str
     ranks: set[int]
-    """Those that have not answered."""
+    """The ranks that have not answered yet."""
     has_failed: bool = False
     step: int = -1
     """The step that it runs beside; -1: it is in no plan."""
     request: Request | None = None
-    """Whose blocks these are, if they are written by `step` itself: whether that succeeds is known with its result."""
+    """Set if `step` itself writes the blocks: the request that they belong to. The result of the step tells whether it
+    succeeded."""
 
     @property
     def returns(self) -> bool:
-        """Whether its blocks are free for others when it ends."""
+        """Whether its blocks become free when it ends."""
         return True
 
 
 class CopiesInFlight:
-    """Copies by number, the oldest first; `plan` has those of the next plan."""
+    """The copies by number, the oldest first; `plan` has the copies of the next plan."""
 
     def __init__(self, in_flight: PlansInFlight, world_size: int) -> None:
         self.by_number: dict[int, CopyInFlight] = {}
         self.plan = KVCopyPlan("")
         self.unmaps = False
-        """Whether the next plan lets ranks forget the arena."""
+        """Whether the next plan makes ranks unmap the arena."""
         self._in_flight, self._world_size = in_flight, world_size
         self._is_mapped = False
         """Whether ranks have an arena mapped."""
         self._oldest: CopyInFlight | None = None
         """The oldest copy, if the ranks have run its step."""
         self._copied_at = [-math.inf] * self._world_size
-        """By rank, when it has last answered, or when the oldest copy was to begin."""
+        """By rank: when it last answered, or when the oldest copy should have begun."""
         self._failed_at: dict[int, float] = {}
-        """By rank of which all copies that ended last have failed, when that was."""
+        """The ranks whose last copies have all failed, and when."""
         self._watched_at = -math.inf
         """When `hung_ranks` was last called."""
 
@@ -65,17 +66,17 @@ class CopiesInFlight:
 
     @property
     def has_changes(self) -> bool:
-        """Whether the ranks have something to copy or to forget."""
+        """Whether the ranks have something to copy or to unmap."""
         return bool(self.plan.loads or self.plan.stores or self.plan.step_stores or self.unmaps)
 
     @property
     def are_failing(self) -> bool:
-        """Whether some rank cannot copy at present: it may not reach the store. What it stores next tells whether it
-        still cannot, and no request waits for that."""
+        """Whether some rank cannot copy at present: it may not reach the store. Its next stores tell when it can again,
+        and no request waits for these."""
         return any(time.monotonic() - failed_at < _RETRY_SECONDS for failed_at in self._failed_at.values())
 
     def forget_arena(self) -> None:
-        """Let ranks give the memory of a store back that may have ended."""
+        """Make ranks give back the memory of a store that may have ended."""
         self.unmaps = self._is_mapped
         self._failed_at.clear()
 
@@ -92,7 +93,7 @@ class CopiesInFlight:
         return plan
 
     def on_copied(self, message: KVCopied) -> Iterator[CopyInFlight]:
-        """Process a rank's answer; returns the copies that all ranks have answered, which the caller removes."""
+        """Process a rank's answer; yields the copies that all ranks have answered, which the caller removes."""
         self._copied_at[message.rank] = time.monotonic()
         if len(message.failed) < len(message.numbers):
             self._failed_at.pop(message.rank, None)
@@ -100,7 +101,7 @@ class CopiesInFlight:
             self._failed_at[message.rank] = time.monotonic()
         for number in message.numbers:
             if (copy := self.by_number.get(number)) is None:
-                logger.warning("rank %d has made a copy that is not under way: %d", message.rank, number)
+                logger.warning("rank %d has reported a copy that is not in flight: %d", message.rank, number)
                 continue
             copy.ranks.discard(message.rank)
             copy.has_failed |= number in message.failed
@@ -108,8 +109,8 @@ class CopiesInFlight:
                 yield copy
 
     def hung_ranks(self, seconds: float) -> list[int]:
-        """Return the ranks that have ended no copy for so long, though they have run the step of the oldest one. To be
-        called more often than that, after the answers that have come have been processed."""
+        """Return the ranks that have finished no copy for `seconds`, though they have run the step of the oldest copy.
+        Must be called more often than that, after all answers that have arrived have been processed."""
         oldest, now = next(iter(self.by_number.values()), None), time.monotonic()
         if oldest is not None and not 0 <= oldest.step <= self._in_flight.last_finished:
             oldest = None
@@ -121,6 +122,6 @@ class CopiesInFlight:
         return sorted(rank for rank in oldest.ranks if now - self._copied_at[rank] > seconds)
 
     def check_integrity(self) -> None:
-        """Assert that what is planned is under way."""
+        """Assert that planned copies are in flight."""
         assert not self.plan.step_stores, "only a plan with rows has these"
         assert {copy.number for copy in (*self.plan.loads, *self.plan.stores)} <= self.by_number.keys()

@@ -1,7 +1,7 @@
-"""Which entries of the KV store are loaded for a request: those that come faster than they are computed.
+"""Chooses the entries to load for a request from the KV store: those that load faster than they compute.
 
-If a load takes about as long as computing, the request does both: it computes the prefix from the beginning while the
-store brings it from the end, until they meet: after half the time, if both are equally fast.
+If a load takes about as long as computing, the request does both: it computes the prefix from its beginning while the
+store brings it from its end, until they meet. If both are equally fast, that takes half the time.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ _FIRST_RATES = {MEMORY: (2 << 30), DISK: (256 << 20), PEER: (128 << 20)}
 _FIRST_BYTES = 64 << 20
 """Weight of the first rates."""
 _FIRST_LATENCY = {MEMORY: 0.01, DISK: 0.02, PEER: 0.02}
-"""Seconds that a load takes beside those for its bytes, until some have been measured."""
+"""Seconds that a load takes in addition to the time for its bytes, until some have been measured."""
 _RATE_DECAY = 0.8
-"""Factor by which a measured load weighs less with each later one."""
+"""Factor by which each later measurement reduces the weight of a load."""
 _DOUBT = 0.97
-"""Factor by which an expected duration shrinks each time that it is too long: a tier that was slow is tried again."""
+"""Factor by which the expected duration shrinks each time that a tier is passed over as too slow, so that it is tried
+again at some time."""
 _CLEARLY = 0.9
-"""A request computes beside its load if that is expected to take at most this part of the time of either alone: it
-costs others what a prompt costs."""
+"""A request computes beside its load only if that is expected to take at most this part of the time of either alone,
+because it costs other requests as much as any prompt."""
 
 
 class Rates:
-    """How fast tiers are, from the durations of loads: a latency, learned from small loads, and a time for each byte,
-    learned from large ones."""
+    """How fast tiers are, learned from the durations of loads: the latency from small loads, and the time per byte from
+    large ones."""
 
     def __init__(self) -> None:
         self._latency = dict(_FIRST_LATENCY)
         """Seconds by tier."""
         self._sums = {tier: (float(_FIRST_BYTES), _FIRST_BYTES / rate) for tier, rate in _FIRST_RATES.items()}
-        """By tier: bytes, and the seconds that they have taken beside the latency."""
+        """By tier: bytes, and the seconds that they have taken in addition to the latency."""
 
     def seconds(self, work: Mapping[int, int]) -> float:
-        """Return the expected duration of a load of so many bytes from each tier."""
+        """Return the expected seconds of a load, given its bytes by tier."""
         return sum(self._latency[tier] + self._transfer(tier, count) for tier, count in work.items())
 
     def _transfer(self, tier: int, count: int) -> float:
-        """Seconds beside the latency."""
+        """Seconds in addition to the latency."""
         total, spent = self._sums[tier]
         return count * spent / total
 
     def learn(self, work: Mapping[int, int], seconds: float) -> None:
-        """Learn from a load; the slowest of its tiers has taken the time that was not expected of the others."""
+        """Learn from a load. The time that is not explained by its faster tiers is attributed to the slowest one."""
         slowest = max(work)
         own = max(seconds / 8, seconds - self.seconds({tier: work[tier] for tier in work if tier != slowest}))
         latency, transfer = self._latency[slowest], self._transfer(slowest, work[slowest])
@@ -70,7 +71,7 @@ class Rates:
             self._sums[slowest] = _RATE_DECAY * total + work[slowest], _RATE_DECAY * spent + own
 
     def doubt(self, work: Mapping[int, int]) -> None:
-        """Expect a little less of tiers that were too slow for a load."""
+        """Expect a little less time of tiers that were passed over as too slow."""
         for tier in work:
             total, spent = self._sums[tier]
             self._latency[tier], self._sums[tier] = self._latency[tier] * _DOUBT, (total, spent * _DOUBT)
@@ -80,11 +81,11 @@ class Found(NamedTuple):
     """The answer to a look-up."""
 
     start: int
-    """Number of the first link that was asked for."""
+    """Number of the first link in the question."""
     tiers: Sequence[bytes]
 
     def of_kind(self, kind: int, length: int) -> bytes:
-        """Where the entries of the first `length` links are."""
+        """Return the tier of this kind's entry for each of the first `length` links."""
         unknown = bytes([NO_TIER])
         return (unknown * self.start + self.tiers[kind]).ljust(length, unknown)[:length]
 
@@ -99,12 +100,12 @@ class PrefixLoad:
     num_cached: int
     """Blocks of each group that the prefix cache had."""
     limit: float
-    """Seconds after which it is late: computing would have been much faster."""
+    """Seconds after which it is late: by then, computing would have been much faster."""
     entries: list[KVEntry] = field(default_factory=list)
     places: list[list[int]] = field(default_factory=list)
-    """For each entry, the places of its blocks in `blocks`."""
+    """For each entry, the indexes of its blocks in `blocks`."""
     tiers: list[int] = field(default_factory=list)
-    """Where each entry is."""
+    """The tier of each entry."""
     work: Counter[int] = field(default_factory=Counter)
     """Bytes by tier."""
     slowest_turn: float = 0.0
@@ -112,39 +113,40 @@ class PrefixLoad:
     call_id: int = 0
     arena: str = ""
     ahead: Counter[int] = field(default_factory=Counter)
-    """Bytes that the loads before it still had to bring when it was chosen."""
+    """Bytes by tier that earlier loads still had to bring when it was chosen."""
     left: Counter[int] = field(default_factory=Counter)
-    """Bytes by tier that have neither been copied nor failed."""
+    """Bytes by tier that have neither been copied yet nor failed."""
     num_pages: int = 0
-    """Pages for all that it brings, and those that its request needs beside them until it starts."""
+    """Pages of everything that it brings, and the further pages that its request needs to start."""
     blocks: list[int] = field(default_factory=list)
-    """As `Request.block_ids`. Blocks that are being copied belong to the copies. Empty: they have been given up."""
+    """In the order of `Request.block_ids`. Blocks that are being copied belong to the copies. Empty: it gave them
+    up."""
     began: float = 0.0
     unanswered: set[int] = field(default_factory=set)
     """Numbers of the entries that the store has not brought."""
     num_copying: int = 0
     has_failed: bool = False
-    """Something has not come, or not in time."""
+    """Something did not arrive, or not in time."""
     has_ended: bool = False
     is_released: bool = False
-    """The store knows that nobody reads its entries any more."""
+    """The store has been told that nobody reads its entries any more."""
     waits: bool = False
-    """Another replica computes and stores what it brings: it may take as long as that."""
+    """Another replica is still computing and storing its entries, so it may take as long as that."""
     is_awaited: bool = False
-    """Its request waits until ranks have copied what has come."""
+    """Its running request gets no rows until ranks have copied what has arrived."""
     is_beside: bool = False
-    """Its request computes the prefix from the beginning meanwhile. Its entries are in the order in which they are of
-    use: from the end, but first those that the prefix cache might not keep of what is computed."""
+    """Its request meanwhile computes the prefix from its beginning. Its entries are in the order of their use: from the
+    end, but first those that the prefix cache might not keep when they are computed."""
     num_come: int = 0
-    """Of such a load, the first entries that the prefix cache has."""
+    """With `is_beside`: how many of its first entries are in the prefix cache."""
     num_brought: int = 0
-    """The first entries that the store has answered."""
+    """How many of its first entries the store has answered."""
     followers: list[Request] = field(default_factory=list)
-    """Requests that wait for some of the same entries."""
+    """Requests that wait for some of its entries."""
 
 
 class LoadChoice:
-    """Chooses loads, by what earlier ones have taken and by predicted steps."""
+    """Chooses loads by comparing their expected duration with the predicted time of computing."""
 
     def __init__(self, kv: KVCacheManager, kinds: Sequence[KVKind], token_budget: TokenBudget, min_tokens: int) -> None:
         """Loads bring at least `min_tokens` tokens."""
@@ -162,8 +164,8 @@ class LoadChoice:
         *,
         may_compute: bool,
     ) -> PrefixLoad | None:
-        """Return the load that saves most time: from all tiers, or from the fastest ones. None: there is none. The
-        loads before it still have to bring `ahead` bytes of each tier, and the running prompts take `busy` seconds.
+        """Return the load that saves the most time, from all tiers or only from the fastest ones; None if no load saves
+        time. Earlier loads still have to bring `ahead` bytes by tier, and running prompts take `busy` seconds.
         `may_compute`: the request may compute beside its load."""
         kv, stride, size = self._kv, self._kv.num_groups, self._kv.block_size
         num_cached, cached = len(kv.match(hashes)) // stride, {each for each in hashes if kv.cached_block(each) >= 0}
@@ -199,14 +201,15 @@ class LoadChoice:
         return best
 
     def _from_end(self, load: PrefixLoad) -> list[int]:
-        """The numbers of entries in the order of `PrefixLoad.is_beside`."""
+        """Indexes of the entries in the order that `PrefixLoad.is_beside` describes."""
         stride, scarce = self._kv.num_groups, self._kv.scarce
         order = range(len(load.places) - 1, -1, -1)
         return sorted(order, key=lambda at: load.places[at][0] % stride not in scarce) if scarce else [*order]
 
     def _meeting(self, load: PrefixLoad, ahead: Counter[int], busy: float) -> tuple[float, int]:
-        """Return when a request that computes beside a load is expected to meet it, in seconds, and how many tokens it
-        has computed then. It begins after `busy` seconds, and the load after `ahead` bytes."""
+        """Return after how many seconds a request that computes beside a load is expected to meet it, and how many
+        tokens it will have computed by then. Computing begins after `busy` seconds, and the load after `ahead`
+        bytes."""
         kv, start, order = self._kv, load.num_cached * self._kv.block_size, self._from_end(load)
         sizes = [self._kinds[load.entries[at].kind].size for at in order]
         sums = {
@@ -215,11 +218,11 @@ class LoadChoice:
         }
 
         def loaded(count: int) -> float:
-            """Seconds for the first entries."""
+            """Seconds to load the first entries."""
             return self.rates.seconds(Counter({tier: each[count] for tier, each in sums.items()}) + ahead)
 
         def end(count: int) -> int:
-            """The token up to which the others are computed."""
+            """The token up to which the request computes if the first entries are loaded."""
             place = load.places[order[count]][0] if count < len(order) else load.num_cached * kv.num_groups - 1
             return (place // kv.num_groups + 1) * kv.block_size
 
@@ -232,7 +235,7 @@ class LoadChoice:
         return max(loaded(count), computed(count)), end(count) - start
 
     def has_met(self, load: PrefixLoad) -> bool:
-        """Whether a request has computed what its load has not brought of the prefix."""
+        """Whether a request has computed all of the prefix that its load has not brought."""
         kv, hashes = self._kv, load.request.hashes
         num_computed = load.request.num_computed_tokens // kv.block_size
         while load.num_come < len(load.places):
@@ -246,8 +249,8 @@ class LoadChoice:
         return True
 
     def row_tokens(self, load: PrefixLoad) -> int:
-        """Return the maximum tokens of a request's next row beside its load: those until they are expected to meet, so
-        that little is computed that is also loaded."""
+        """Return the maximum tokens of a request's next row beside its load: up to where they are expected to meet, so
+        that little is both computed and loaded."""
         return max(self._min_tokens, self._meets_at(load) - load.request.num_computed_tokens)
 
     def _meets_at(self, load: PrefixLoad) -> int:
@@ -260,19 +263,19 @@ class LoadChoice:
         return start + int(missing * loaded / (computed + loaded))
 
     def _num_computed(self, load: PrefixLoad) -> int:
-        """Tokens that need not be computed, also if a request is still queued."""
+        """Tokens that need not be computed again, also while the request is still queued."""
         return max(load.request.num_computed_tokens, load.num_cached * self._kv.block_size)
 
     def length_without(self, load: PrefixLoad, lost: Collection[int]) -> int:
-        """Return the length of the prefix that a request and its load can still have, of which these entries do not
-        come, in blocks of each group: those that the request is expected to compute itself do not matter."""
+        """Return the length, in blocks of each group, of the prefix that a request and its load can still produce
+        without the `lost` entries. Entries that the request is expected to compute itself do not matter."""
         stride, met = self._kv.num_groups, self._meets_at(load) // self._kv.block_size
         indices = (load.places[number][0] // stride for number in lost)
         return min((index for index in indices if index >= met), default=load.length)
 
     def shortened(self, load: PrefixLoad, length: int) -> PrefixLoad | None:
-        """Return the rest of a load beside which its request computes, if it ends after `length` blocks of each group.
-        None: it is too short, or lacks the windows or states at that end."""
+        """Return the rest of a load (`is_beside`) that now ends after `length` blocks of each group. None: too little
+        is left, or the windows or states at that end are not part of it."""
         kv, hashes = self._kv, load.request.hashes
         end = length * kv.num_groups
         if kv.windows or length * kv.block_size - self._num_computed(load) < self._min_tokens:
@@ -284,7 +287,7 @@ class LoadChoice:
         return rest if rest.entries else None
 
     def awaits_copies(self, load: PrefixLoad) -> bool:
-        """Whether what a request has not computed has been brought, and is only being copied."""
+        """Whether the store has brought everything that the request has not computed, and it is only being copied."""
         return load.num_copying > 0 and not load.has_failed and self._num_missing(load) <= 0
 
     def _num_missing(self, load: PrefixLoad) -> int:
@@ -298,19 +301,19 @@ class LoadChoice:
         return end * self._kv.block_size - self._num_computed(load)
 
     def rest_seconds(self, load: PrefixLoad) -> float:
-        """Seconds in which a request would compute the rest of its load."""
+        """Return the seconds that a request would take to compute the rest of its load."""
         end = load.length * self._kv.block_size
         return self._token_budget.prompt_seconds(self._num_computed(load), end) or 0.0
 
     def limit(self, load: PrefixLoad) -> float:
-        """When the rest of a load is late: seconds from now."""
+        """Return the seconds after which the rest of a load is late."""
         kv, hashes = self._kv, load.request.hashes[: load.length * self._kv.num_groups]
         num_cached = kv.num_tokens_in(len(kv.match(hashes)))
         computed = self._token_budget.prompt_seconds(num_cached, load.length * kv.block_size)
         return _limit(self.rates.seconds(load.left), computed)
 
     def expected(self, request: Request, hashes: list[bytes]) -> PrefixLoad | None:
-        """Return the load of the prompt that another replica computes, as it stores it. None: it is too short."""
+        """Return the load of a prompt that another replica is computing and storing; None if it is too short."""
         length, num_cached = len(hashes) // self._kv.num_groups, len(self._kv.match(hashes)) // self._kv.num_groups
         if (length - num_cached) * self._kv.block_size < self._min_tokens:
             return None
@@ -322,7 +325,8 @@ class LoadChoice:
     def _load_of(
         self, request: Request, hashes: list[bytes], length: int, num_cached: int, tiers: Sequence[int]
     ) -> PrefixLoad:
-        """The load of what the prefix cache lacks of `length` blocks of each group, which is in these tiers."""
+        """The load of everything that the prefix cache lacks of the first `length` blocks of each group, given the
+        tiers of all blocks."""
         kv, stride = self._kv, self._kv.num_groups
         load, last = PrefixLoad(request, length, num_cached, limit=_LOAD_SECONDS), dict[int, int]()
         for place in kv.visible_places(length):
@@ -344,5 +348,6 @@ class LoadChoice:
 
 
 def _limit(seconds: float, computed: float | None) -> float:
-    """When a load is late that should take so many seconds, in place of a computation that would; None: unknown."""
+    """Seconds after which a load is late that is expected to take `seconds`, where computing would take `computed`;
+    None: unknown."""
     return max(_LOAD_SECONDS, 4 * seconds if computed is None else 2 * computed)

@@ -1,22 +1,24 @@
-"""What is loaded from the KV store for requests: look-ups, loads, and the requests that wait for them.
+"""Loads from the KV store: look-ups, loads, and the requests that wait for them.
 
-When a waiting request's turn comes, and the prefix cache lacks a good part of its tokens, the store is asked what it
-has of them. If loading that is predicted to be faster than computing it, blocks are allocated, the store brings the
-entries into its arena, the ranks copy them beside the steps, and each is published in the prefix cache. The request
-then starts by the ordinary prefix match. Meanwhile it is in no queue, so others may start before it; but no more leave
-the queue than soon find a place in the batch. A request whose entries are being loaded for another one waits for that
-load. A load that is late, or partly fails, ends: what has come is used. A load has all its blocks from the beginning,
-so that loads never wait for each other, and keeps them until its request starts. The newest one gives them up when
-running requests need them, or when nothing else runs and another request is first: then it is looked up again. Loads
-for requests that have not come yet have at most a part of the cache, and give way to all others.
+When a waiting request's turn comes and the prefix cache lacks a good part of its tokens, the core asks the store which
+entries it has of the rest. If loading them is predicted to be faster than computing, it allocates blocks, the store
+brings the entries into its arena, the ranks copy them beside the steps, and each is published in the prefix cache. The
+request then starts by the ordinary prefix match. Until then it is in no queue, so others may start before it; but only
+as many requests leave the queue as will soon find a place in the batch. A request whose entries are being loaded for
+another one waits for that load.
 
-A request for which that is clearly faster computes *beside* its load (`PrefixLoad.is_beside`): it starts at once, as if
-nothing was loaded, while the entries come from the end of the prefix. When it has computed what has not come, it starts
-again, behind both, by the ordinary prefix match. If an entry is lost that is behind that place, the load begins again
-in front of it. If it ends otherwise, the request just goes on.
+A load that is late, or fails in part, ends, and what has arrived is used. A load has all its blocks from the beginning,
+so that loads never wait for each other, and keeps them until its request starts. The newest load gives them up when
+running requests need them, or when nothing else runs and another request is first; its request is then looked up again.
+Loads for requests that have not arrived yet get at most a part of the cache, and give way to all others.
 
-A store that does not answer costs a request `_ANSWER_SECONDS` at most, and later ones nothing: it is not asked until it
-is heard of. Nor is it while a rank cannot copy (`CopiesInFlight.are_failing`).
+If it is clearly faster, a request computes *beside* its load (`PrefixLoad.is_beside`): it starts at once, as if nothing
+were loaded, while entries arrive from the end of the prefix. When it has computed everything that has not arrived, it
+starts again, after both parts, by the ordinary prefix match. If an entry after that place is lost, the load begins
+again in front of it. If the load ends for another reason, the request just continues.
+
+A store that does not answer costs a request at most `_ANSWER_SECONDS`, and later requests nothing: it is not asked
+again until it has sent something. Nor is it asked while a rank cannot copy (`CopiesInFlight.are_failing`).
 """
 
 from __future__ import annotations
@@ -60,11 +62,11 @@ _ANSWER_SECONDS = 0.5
 _MORE_WAITING = 4
 """Requests that may wait for the store in addition to one for each place in the batch."""
 _MAX_HASHED = 1 << 15
-"""Tokens that are hashed for the look-ups of one plan, except for a single request: some milliseconds."""
+"""Maximum tokens hashed for the look-ups of one plan, which takes some milliseconds. A single request may exceed it."""
 _EXPECTED_SHARE = 2
-"""Loads for requests that have not come yet take at most one in this many pages, except for a single one."""
+"""Loads for requests that have not arrived yet take at most one in this many pages. A single one may exceed it."""
 _MAX_REFUSED = 3
-"""How often a request whose load finds no memory is looked up again when its turn comes; then it computes."""
+"""After this many loads for which there was no memory, a request computes instead of being looked up again."""
 
 
 class _LookUp(NamedTuple):
@@ -72,11 +74,11 @@ class _LookUp(NamedTuple):
 
     request: Request
     start: int
-    """Number of the first link that it is asked for."""
+    """Number of the first link in the question."""
     deadline: float
     """When the answer is late (`time.monotonic`)."""
     blocks: list[int]
-    """Those of the prefix before it, which are kept in the cache."""
+    """Blocks of the prefix before it, which are kept in the cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,9 +87,9 @@ class LoadCopy(CopyInFlight):
 
     load: PrefixLoad = field(kw_only=True)
     places: Sequence[int] = ()
-    """Of the blocks, in those of the load."""
+    """Indexes of its blocks in `PrefixLoad.blocks`."""
     number: int = 0
-    """Of the entry, in the load."""
+    """Index of the entry in `PrefixLoad.entries`."""
 
     @property
     def returns(self) -> bool:
@@ -95,7 +97,7 @@ class LoadCopy(CopyInFlight):
 
 
 class KVLoads:
-    """Owns the requests that wait for the KV store, and the blocks that they get from it."""
+    """Owns the requests that wait for the KV store, and the blocks that are loaded for them."""
 
     def __init__(
         self,
@@ -117,43 +119,43 @@ class KVLoads:
         self._min_tokens = 0 if config.kv_store is None else config.kv_store.min_tokens
         self._choice = LoadChoice(self._kv, self._kinds, token_budget, self._min_tokens)
         self._max_turns = config.scheduler.depth + 2
-        """Turns in which a load may be done, if store and ranks take no time."""
+        """Turns of the loop that a load takes even if store and ranks take no time."""
         self._polled_at, self._polled_steps = -math.inf, (0, 0)
         """Time of the last poll, and how many plans had been made and results had arrived."""
         self._waiting: dict[Request, None] = {}
-        """All requests that are in no queue because of the store."""
+        """All requests that are in no queue because they wait for the store."""
         self._startable: dict[Request, None] = {}
         """Those of them that may be queued."""
         self._asked: dict[int, _LookUp] = {}
         """By call."""
         self._reserved: dict[Request, int] = {}
-        """Pages that requests need beside those that are held for them, until they start."""
+        """Pages that requests will need to start, in addition to those already held for them."""
         self._refused: Counter[Request] = Counter()
-        """How often there has been no memory for a load, or not for long enough."""
+        """How often there was no memory for a request's load, or the load had to give it up."""
         self._short: tuple[Request, int] | None = None
-        """The last request for which there was no memory, and the pages that were free for it."""
+        """The last request that did not find enough memory, and the pages that were free for it then."""
         self._num_hashed = 0
         """Tokens that have been hashed for look-ups since the last `poll`."""
         self._settled: set[Request] = set()
-        """Requests that start with what the prefix cache has."""
+        """Requests that are not looked up (again): they start with what the prefix cache has."""
         self._loaded: dict[Request, PrefixLoad] = {}
         """Ended loads of requests that have not started, the oldest first."""
         self._beside: dict[Request, PrefixLoad] = {}
-        """Loads beside which their requests compute: these are queued, or run. A load that has ended while its request
-        runs has no blocks, and stays until the next plan (`take_met`)."""
+        """Loads whose requests compute beside them, and so are queued or run. A load that ended while its request runs
+        has no blocks, and stays here until the next plan (`take_met`)."""
         self._loads: dict[int, PrefixLoad] = {}
         """Loads that have not ended, by call, the oldest first."""
         self._loading: dict[KVEntry, PrefixLoad] = {}
-        """Their entries, except those that another replica computes."""
+        """Their entries, except those of loads that wait for another replica to compute them."""
         self._expected: dict[Request, None] = {}
-        """Requests that have not come yet (`expect`)."""
+        """Requests that have not arrived yet (`expect`)."""
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     def take(self, request: Request, num_places: int) -> bool | None:
-        """Whether the next request to admit must leave the queue and wait for the store, until `take_startable` returns
-        it. None: it must wait in the queue, because enough others for `num_places` places wait for the store, or this
-        plan has looked up enough."""
+        """Whether the next request to admit must leave the queue and wait for the store until `take_startable` returns
+        it. None: it must wait in the queue, because enough other requests for the `num_places` free places wait for the
+        store, or this plan has hashed enough tokens."""
         if not self._store.is_open or self._store.is_late or request in self._settled or request in self._beside:
             return False
         if self._copies.are_failing:
@@ -172,7 +174,8 @@ class KVLoads:
         cached = kv.match(hashes)
         if (len(hashes) - len(cached)) // stride * kv.block_size < self._min_tokens:
             return False
-        # Until there is memory to start, the answer might change; a state that is loaded takes a page beside its own.
+        # Asking before there is memory to start is useless: the answer may change until then. A loaded state takes a
+        # page in addition to the request's own.
         needed = kv.max_pages_needed(len(request.token_ids), self._row_tokens, cached) + len(kv.scarce)
         while not kv.can_allocate(needed + self.num_reserved(request), cached_blocks=kv.without_freed(cached)):
             if not self.make_way(request, only_expected=True):
@@ -184,7 +187,7 @@ class KVLoads:
         call_id, held = self._store.number(), kv.without_freed(cached)
         kv.touch(held)
         self._asked[call_id] = _LookUp(request, start, time.monotonic() + _ANSWER_SECONDS, held)
-        # Of a request that was handed over, the other replica may still be storing the last entries.
+        # If the request was handed over, the other replica may still be storing its last entries.
         core_request = request.core_request
         was_handed_over = request.is_resumed and not core_request.hands_over
         self._store.send(LookUpKV(call_id, hashes[start * stride :: stride], was_handed_over, core_request.kv_peer))
@@ -201,8 +204,8 @@ class KVLoads:
         return startable
 
     def take_met(self) -> list[Request]:
-        """Return the running requests that have computed what their loads lack, which must stop running and `rejoin`.
-        Others whose loads have ended, or have little left to bring, go on without them."""
+        """Return the running requests that have met their loads: they must stop running and `rejoin`. Others whose
+        loads have ended, or have little left to bring, continue without them."""
         met = list[Request]()
         for request, load in [*self._beside.items()] if self._beside else ():
             if request.slot is None:
@@ -223,7 +226,7 @@ class KVLoads:
         return met
 
     def rejoin(self, request: Request) -> None:
-        """Hold what a request of `take_met` and its load have brought of the prefix until the request starts again."""
+        """Hold the prefix that a request of `take_met` and its load have produced until the request starts again."""
         kv, load = self._kv, self._beside.pop(request)
         found = kv.match(request.hashes[: load.length * kv.num_groups])
         load.blocks, self._loaded[request] = [*kv.without_freed(found)], load
@@ -236,8 +239,8 @@ class KVLoads:
         return sys.maxsize if (load := self._beside.get(request)) is None else self._choice.row_tokens(load)
 
     def awaits_copies(self, request: Request) -> bool:
-        """Whether a running request has no row until ranks have copied what is missing: no longer than computing that
-        would take."""
+        """Whether a running request gets no row until the ranks have copied the rest of its load. This lasts no longer
+        than computing the rest would take."""
         if (load := self._beside.get(request)) is None or load.has_ended or not self._choice.awaits_copies(load):
             return False
         if not load.is_awaited:
@@ -246,7 +249,7 @@ class KVLoads:
         return True
 
     def num_reserved(self, request: Request) -> int:
-        """Free pages that a request leaves to others, which wait for the store or have blocks from it."""
+        """Free pages reserved for other requests, which wait for the store or have blocks from it."""
         return sum(self._reserved.values()) - self._reserved.get(request, 0) if self._reserved else 0
 
     @property
@@ -268,7 +271,7 @@ class KVLoads:
         self._stats.kv_failed_load_tokens += max(0, load.length - max(load.num_cached, length)) * size
         is_first = request.num_cached_tokens is None
         if not is_first and (not load.is_beside or request.preempted_after):
-            return load  # its tokens have been counted when it started first
+            return load  # its tokens were counted when it first started
         counts, slowest = Counter[int](), dict[int, int]()
         for own, tier in zip(load.places, load.tiers, strict=True):
             index = own[0] // self._kv.num_groups
@@ -301,8 +304,8 @@ class KVLoads:
                 self._end(load)
 
     def expect(self, request: Request) -> None:
-        """Load the prompt of a request that another replica computes, as it stores it, if there is memory. The request
-        comes later (`arrive`), or never (`finish`)."""
+        """Load the prompt that another replica is computing, as that replica stores it, if there is memory. The request
+        arrives later (`arrive`), or never (`finish`)."""
         self._expected[request] = None
         if self._store.is_open and not self._copies.are_failing:
             hashes = self._blocks.reusable_hashes(request)
@@ -310,8 +313,8 @@ class KVLoads:
                 self._send(load, hashes)
 
     def arrive(self, expected: Request, request: Request) -> bool:
-        """Give a request what has been loaded for it while it was `expected`; returns whether it must wait for the
-        rest."""
+        """Give a request the blocks that were loaded for it while it was `expected`; returns whether it must wait for
+        the rest."""
         hashes = self._blocks.reusable_hashes(request)
         load = self._loaded.get(expected) or next((e for e in self._loads.values() if e.request is expected), None)
         length = 0 if load is None else load.length * self._kv.num_groups
@@ -346,7 +349,7 @@ class KVLoads:
         self._kv.free(self._asked.pop(call_id).blocks)
 
     def _give_up_waiting(self, call_id: int) -> None:
-        """Let the request of a look-up that has no answer start."""
+        """Let the request start whose look-up got no answer."""
         self._let_start(self._asked[call_id].request, is_settled=True)
         self._answered(call_id)
 
@@ -358,7 +361,8 @@ class KVLoads:
             self._short = None
 
     def _let_start(self, request: Request, *, is_settled: bool) -> None:
-        """Let a waiting request be queued. `is_settled`: it starts with what the prefix cache has then."""
+        """Let a waiting request be queued. `is_settled`: it is not looked up again, and starts with what the prefix
+        cache has then."""
         if request in self._waiting:
             self._startable[request] = None
             if request not in self._loaded and request not in self._beside:
@@ -369,7 +373,7 @@ class KVLoads:
     # --- loads ------------------------------------------------------------------------------------------------
 
     def _begin(self, request: Request, found: Found) -> None:
-        """Begin the load that is worth it for a waiting request, or let the request start."""
+        """Begin the best load for a waiting request; if none is worth it, let the request start."""
         hashes = self._blocks.reusable_hashes(request)
         ahead = sum((load.left for load in self._loads.values() if not load.waits), Counter[int]())
         load = self._choice.choose(
@@ -389,20 +393,20 @@ class KVLoads:
 
     @property
     def _queued_beside(self) -> list[PrefixLoad]:
-        """The loads beside which requests will compute that are queued."""
+        """The loads of queued requests that will compute beside them."""
         return [load for request, load in self._beside.items() if request.slot is None]
 
     @property
     def _busy(self) -> float:
-        """Seconds of the prompts that run, or have been chosen to be computed beside their loads."""
+        """Predicted seconds of the prompts that run, or that will be computed beside their loads."""
         prompts = [(each, each.num_computed_tokens) for each in self._running.prefilling]
         prompts += [(load.request, load.num_cached * self._kv.block_size) for load in self._queued_beside]
         prompt_seconds = self._token_budget.prompt_seconds
         return sum(prompt_seconds(start, len(request.token_ids)) or 0.0 for request, start in prompts)
 
     def _may_compute(self, request: Request, hashes: list[bytes]) -> bool:
-        """Whether a waiting request can compute beside its load: there are a place in the batch and memory for both,
-        and nothing else that it must wait for; no replica is storing its prompt."""
+        """Whether a waiting request can compute beside its load: there is a place in the batch, and memory for both; it
+        need not wait for anything else; and no other replica is storing its prompt."""
         kv, cached = self._kv, self._kv.match(hashes)
         is_stored_now = request.is_resumed and not request.core_request.hands_over
         if not self._is_chunked or is_stored_now or len(self._running.free_slots) <= len(self._queued_beside):
@@ -445,7 +449,7 @@ class KVLoads:
         return True
 
     def on_loaded(self, message: LoadedKV) -> None:
-        """Let the ranks copy what the store has brought."""
+        """Have the ranks copy the entries that the store has brought."""
         if (load := self._loads.get(message.call_id)) is None:
             return
         for number, offset in zip(message.numbers, message.offsets, strict=False):
@@ -475,8 +479,8 @@ class KVLoads:
         self._check_end(load)
 
     def _shorten(self, load: PrefixLoad, length: int) -> None:
-        """Let a load beside which its request computes bring the prefix of `length` blocks of each group: what comes of
-        the others is of no use."""
+        """Limit a load whose request computes beside it to the first `length` blocks of each group: later blocks are of
+        no use."""
         if length == load.length:
             return
         rest, request = self._choice.shortened(load, length), load.request
@@ -519,7 +523,7 @@ class KVLoads:
         return load.began + load.limit + self._max_turns * load.slowest_turn
 
     def _check_end(self, load: PrefixLoad) -> None:
-        """End a load of which all has come or failed; release what no rank reads any more."""
+        """End a load of which everything has arrived or failed; release entries that no rank reads any more."""
         if not load.has_ended and not load.unanswered and not load.num_copying:
             self._end(load)
         elif load.has_ended and not load.num_copying and not load.is_released and load.arena == self._store.arena:
@@ -527,10 +531,10 @@ class KVLoads:
             self._store.send(ReleaseKV(load.call_id))
 
     def _end(self, load: PrefixLoad) -> None:
-        """End a load, with what has come. Copies under way keep their blocks until the ranks have answered."""
+        """End a load with what has arrived. Copies in flight keep their blocks until the ranks have answered."""
         load.has_ended = True
         load.has_failed |= bool(load.unanswered)
-        # What has come of a load says how fast it is, also if its request needs no more.
+        # The part that arrived says how fast the tiers are, even if the request needs no more.
         work = Counter[int]() if load.has_failed or load.waits else load.work - load.left
         del self._loads[load.call_id]
         for entry in load.entries if not load.waits else ():
@@ -565,8 +569,8 @@ class KVLoads:
         self._check_end(load)
 
     def make_room(self, num_pages: int) -> None:
-        """Free blocks of the newest loads until so many pages are free, if that helps: running requests need them.
-        A load of which everything is being copied has nothing to give now."""
+        """Free blocks of the newest loads until this many pages are free, if that helps: running requests need them.
+        A load whose blocks are all being copied has nothing to give now."""
         for load in [*reversed(self._loads.values())]:
             if self._kv.num_free >= num_pages:
                 return
@@ -579,9 +583,9 @@ class KVLoads:
             pass
 
     def make_way(self, first: Request | None, *, only_expected: bool = False) -> bool:
-        """Free the blocks of the newest load for a request that has not come yet, or else, unless `only_expected`, of
-        the newest one that has ended: that of the request that is to start `first` after all others. Returns whether
-        there was one."""
+        """Free the blocks of the newest load for a request that has not arrived yet. If there is none, and unless
+        `only_expected`, free those of the newest load that has ended; the load of the request that is to start `first`
+        comes last. Returns whether there was one."""
         load = next((load for load in reversed(self._loads.values()) if load.request in self._expected), None)
         if load is not None:
             self._end(load)
@@ -594,7 +598,7 @@ class KVLoads:
 
     @property
     def _num_expected(self) -> int:
-        """Pages of loads for requests that have not come yet."""
+        """Pages of loads for requests that have not arrived yet."""
         loads = chain(self._loads.values(), self._loaded.values())
         return sum(load.num_pages for load in loads if load.request in self._expected)
 
@@ -606,7 +610,7 @@ class KVLoads:
             self._end(load)
 
     def reset(self) -> None:
-        """Forget what is being loaded, and has been."""
+        """Forget all loads, in progress and ended."""
         for load in [*self._loads.values()]:
             self._end(load)
         for load in self._loaded.values():
@@ -614,8 +618,8 @@ class KVLoads:
         self._beside.clear()
 
     def _let_go(self, request: Request) -> None:
-        """Free the blocks that were loaded for a request. It is looked up again, unless that has happened too often, or
-        goes on without them if it runs."""
+        """Free the blocks that were loaded for a request. If it runs, it continues without them; otherwise it is looked
+        up again, unless this has happened too often."""
         if (load := self._loaded.pop(request, None)) is not None:
             self._give_up(load)
         self._beside.pop(request, None)
@@ -638,7 +642,7 @@ class KVLoads:
         self._polled_at, self._polled_steps = now, steps
 
     def end_late(self, now: float) -> None:
-        """End what takes too long."""
+        """End look-ups and loads that take too long."""
         for call_id in [call_id for call_id, asked in self._asked.items() if asked.deadline <= now]:
             self._store.is_late = True
             self._give_up_waiting(call_id)
@@ -648,13 +652,13 @@ class KVLoads:
 
     @property
     def due(self) -> float:
-        """When something may be late (`time.monotonic`)."""
+        """When the next look-up or load would be late (`time.monotonic`)."""
         asked = (asked.deadline for asked in self._asked.values())
         return min(chain(asked, map(self._deadline, self._loads.values())), default=math.inf)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are in no queue because of the store."""
+        """Requests that are in no queue because they wait for the store."""
         return len(self._waiting)
 
     @property

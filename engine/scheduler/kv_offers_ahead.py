@@ -1,7 +1,8 @@
-"""Blocks of requests that hand over, which are offered to the KV store before they are computed.
+"""Offers the blocks of requests that hand over to the KV store before they are computed, so that they can be copied
+beside the steps that compute them.
 
-So they can be copied beside the steps that compute them. They are offered some rows ahead: as long as a place is
-granted to one replica, the store grants none to others that compute the same, and who loads waits for this one.
+They are offered only a few rows ahead: while an entry is granted to one replica, the store does not grant it to others
+that compute the same block, and whoever loads it waits for this replica.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_blocks import RequestBlocks
 
 _ROWS = 2
-"""Rows of a request whose blocks are offered before they are planned: the store answers meanwhile."""
+"""How many rows of a request are offered before they are planned, so that the store can answer in time."""
 _MAX_AHEAD = 1024
-"""Entries offered and not computed yet."""
+"""Maximum entries that are offered and not computed yet."""
 
 
 @dataclass(slots=True)
 class _Offered:
-    """What has been offered of a request's prompt."""
+    """The part of a request's prompt that has been offered."""
 
     num_cached: int = 0
     """Links that were in the prefix cache when it started."""
@@ -31,7 +32,7 @@ class _Offered:
 
 
 class OffersAhead:
-    """Owns the places that have been granted for blocks that are not there yet."""
+    """Owns the places granted for blocks that are not computed yet."""
 
     def __init__(
         self,
@@ -43,13 +44,13 @@ class OffersAhead:
         is_cached: Callable[[bytes, int], bool],
         send: Callable[[list[KVEntry], list[bytes]], None],
     ) -> None:
-        """A row has at most `row_tokens` tokens. `stays(kind, number of a link, tokens of the text)`: whether the
-        prefix cache keeps such blocks; `is_cached(link, kind)`: whether it has them; `send` sends an offer with these
+        """A row has at most `row_tokens` tokens. `stays(kind, number of the link, tokens of the text)`: whether the
+        prefix cache keeps such a block; `is_cached(link, kind)`: whether it has it. `send` sends an offer, given
         entries and their parents."""
         self._blocks, self._kv, self._num_kinds, self._row_tokens = blocks, blocks.kv, num_kinds, row_tokens
         self._stays, self._is_cached, self._send = stays, is_cached, send
         self._offsets: dict[KVEntry, int | None] = {}
-        """Places by entry; None: the offer is not answered."""
+        """Places by entry; None: the offer has not been answered."""
         self._requests: dict[Request, _Offered] = {}
 
     def __contains__(self, entry: KVEntry) -> bool:
@@ -63,11 +64,11 @@ class OffersAhead:
             self._offer(request)
 
     def start(self, request: Request, num_cached: int) -> None:
-        """Note that a request starts, with so many links in the prefix cache."""
+        """Note that a request starts, with `num_cached` links in the prefix cache."""
         self._requests.setdefault(request, _Offered()).num_cached = num_cached
 
     def advance(self, request: Request) -> None:
-        """Offer the next blocks of a request that has been moved forward, if it has started here."""
+        """Offer the next blocks of a request that has advanced, if it is offered ahead."""
         if request in self._requests:
             self._offer(request)
 
@@ -92,17 +93,17 @@ class OffersAhead:
             self._send(entries, parents)
 
     def grant(self, entry: KVEntry, offset: int) -> None:
-        """Keep the place that was granted for an entry that is not there yet."""
+        """Keep the place that was granted for an entry that is not computed yet."""
         self._offsets[entry] = offset
 
     def take(self, entry: KVEntry) -> int | None:
-        """Take the place of an entry, to write there; None: none has been granted."""
+        """Take the place of an entry, to write to it; None: none was granted."""
         if (offset := self._offsets.get(entry)) is not None:
             del self._offsets[entry]
         return offset
 
     def answered(self, entries: Iterable[KVEntry]) -> None:
-        """Process that an offer was answered: what was not granted is there, or has no room."""
+        """Note that an offer was answered. Entries that were not granted are already stored, or found no room."""
         for entry in entries:
             if self._offsets.get(entry, 0) is None:
                 del self._offsets[entry]
@@ -110,8 +111,8 @@ class OffersAhead:
             self._offer(request)
 
     def end(self, request: Request) -> list[tuple[KVEntry, int]]:
-        """Forget a request that runs no longer; returns the places that the caller uses or abandons. What is granted
-        later is not ahead."""
+        """Forget a request that no longer runs; returns its places, which the caller must use or abandon. Places
+        granted later are treated like those of other offers."""
         entries = [] if (offered := self._requests.pop(request, None)) is None else offered.entries
         places = [(entry, self._offsets.pop(entry, None)) for entry in entries]
         return [(entry, offset) for entry, offset in places if offset is not None]
@@ -124,5 +125,5 @@ class OffersAhead:
         return offsets
 
     def check_integrity(self) -> None:
-        """Assert that each place is some request's."""
+        """Assert that each place belongs to a request."""
         assert self._offsets.keys() <= {entry for each in self._requests.values() for entry in each.entries}

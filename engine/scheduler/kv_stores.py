@@ -1,12 +1,13 @@
-"""What is copied from the devices to the KV store.
+"""Copies from the devices to the KV store.
 
-Full blocks whose step has run are offered to the store, in prefixes of at least `min_tokens` tokens. What it grants is
-copied if the block is still in the prefix cache; its pages are held meanwhile, at most an eighth of all. The blocks of
-requests that hand over are also offered before they are computed (`OffersAhead`): what has been granted when a row is
-planned is copied from the request's blocks beside its step, and counts as stored when the result has come. Recurrent
-states, and windows whose blocks fill pages, are offered only at places where the prefix cache keeps them for good:
-those of a decode replace each other, and are offered when the request stops running. What a request finds in the prefix
-cache is offered again now and then (`_KnownLinks`), as the store may have lost or refused it.
+Full blocks whose step has run are offered to the store, in prefixes of at least `min_tokens` tokens. An entry that it
+grants is copied if its blocks are still in the prefix cache. Their pages are held meanwhile, at most an eighth of all.
+The blocks of requests that hand over are also offered before they are computed (`OffersAhead`): entries that have been
+granted when a row is planned are copied from the request's blocks beside its step, and count as stored when the result
+has come. Recurrent states, and windows whose blocks fill pages, are offered only at places where the prefix cache keeps
+them for good; those of a decode replace each other, and are offered when the request stops running. Blocks that a
+request finds in the prefix cache are offered again now and then (`_KnownLinks`), because the store may have lost or
+refused them.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_blocks import RequestBlocks
 
 _OFFER_SECONDS = 0.1
-"""Minimum interval of offers of decodes, which fill few blocks, so that their steps rarely have copies."""
+"""Minimum interval between offers of decodes, which fill few blocks, so that few of their steps have copies."""
 _OFFER_AGAIN_SECONDS = 60.0
-"""Time after which blocks that a request finds in the prefix cache are offered again: the store may have refused them
-for want of room."""
+"""Time after which blocks that a request finds in the prefix cache are offered again: the store may have had no room
+for them."""
 _OFFERED_TOGETHER = 256
 """Maximum links of such blocks in an offer."""
 _MAX_OFFERED = 1024
-"""Entries offered and not copied yet."""
+"""Maximum entries that are offered and not copied yet."""
 _MAX_BACKLOG = 4096
-"""Rows whose full blocks have not been offered yet. Those of more are not offered."""
+"""Maximum rows whose full blocks wait to be offered. Blocks of further rows are not offered."""
 _HELD_SHARE = 8
 """Copies to the store hold at most one in this many pages."""
 
 
 class _KnownLinks:
-    """Links that the store has been offered lately, or has brought: they need not be offered again."""
+    """Links that were recently offered to the store or loaded from it, and need not be offered again."""
 
     def __init__(self, max_links: int) -> None:
         self._new, self._old, self._max_links = set[bytes](), set[bytes](), max_links
@@ -73,7 +74,7 @@ class _Full(NamedTuple):
     """Full blocks of a request that are to be offered."""
 
     step: int
-    """A step after which all of them are written."""
+    """The step after which all of them are written."""
     start: int
     """Number of the first link."""
     parent: bytes
@@ -83,11 +84,11 @@ class _Full(NamedTuple):
     """Tokens of the text for which states stay where they are (`KVCacheManager.is_kept`)."""
     kinds: Collection[int]
     kept: list[int]
-    """Blocks of scarce kinds, of which the prefix cache has few, that are kept until the store has answered."""
+    """Blocks of scarce kinds, of which the prefix cache keeps few. They are held until the store has answered."""
 
 
 class _Offer(NamedTuple):
-    """An offer that is not answered."""
+    """An offer that has not been answered."""
 
     entries: list[KVEntry]
     kept: list[int]
@@ -95,7 +96,7 @@ class _Offer(NamedTuple):
 
 
 class KVStores:
-    """Owns what is to be stored, and the pages that are held for it."""
+    """Owns the blocks that are to be stored, and the pages that are held for them."""
 
     def __init__(
         self,
@@ -111,21 +112,21 @@ class KVStores:
         self._min_tokens = 0 if config.kv_store is None else config.kv_store.min_tokens
         windows = {kind: self._kv.windows.get(each.groups[0]) for kind, each in enumerate(self._kinds)}
         self._scarce = {kind: windows[kind] or 0 for kind in windows if self._kinds[kind].groups[0] in self._kv.scarce}
-        """Kinds that are kept only at some places, and their windows."""
+        """Kinds whose blocks are kept only at some places, and their windows."""
         self._row_tokens = config.scheduler.max_num_batched_tokens
         self._max_held = config.cache.num_blocks // config.cache.blocks_per_page // _HELD_SHARE
         self._offered_at = -math.inf
         """Time (`time.monotonic`) of the last offer."""
         self._backlog: deque[_Full] = deque()
-        """What has not been offered, in the order of steps."""
+        """Blocks that have not been offered yet, in the order of steps."""
         self._known = _KnownLinks(config.cache.num_blocks)
-        """What is in the backlog, or has been. Empty for each new arena."""
+        """Links that are or were in the backlog. Empty for each new arena."""
         self._is_urgent = False
-        """Whether there is more in it than the blocks of decodes."""
+        """Whether the backlog has more than the blocks of decodes."""
         self._offered: deque[_Offer] = deque()
-        """The offers that are not answered."""
+        """The offers that have not been answered."""
         self._num_kept = 0
-        """Blocks that are kept for what is to be offered, or is."""
+        """Blocks held by the backlog and by unanswered offers."""
         self._granted: deque[tuple[KVEntry, int]] = deque()
         """Granted entries that are not being copied yet, and their offsets."""
         self._held: Counter[int] = Counter()
@@ -139,13 +140,13 @@ class KVStores:
             send=lambda entries, parents: self._send_offer(entries, parents, []),
         )
         self._copied: list[CopyInFlight] = []
-        """Copies that have ended before the result of their step has come."""
+        """Copies that ended before the result of their step came."""
         if self._kinds:
             blocks.on_published, blocks.on_free = self._on_published, self._on_free
             blocks.on_advanced = self._on_advanced
 
     def _on_published(self, request: Request) -> None:
-        """Take full blocks of a request into the backlog."""
+        """Add full blocks of a request to the backlog."""
         stride, start = self._kv.num_groups, request.num_offered
         end = request.num_published // stride
         if self._store.is_open and end * self._kv.block_size >= self._min_tokens and end > start:
@@ -153,9 +154,9 @@ class KVStores:
             self._add_full(request, start, end, request.num_prompt_tokens, range(len(self._kinds)))
 
     def start(self, request: Request, load: PrefixLoad | None, length: int) -> None:
-        """Take blocks of a starting request that were in the prefix cache, `length` of each group, into the backlog, as
-        far as the store that there is now has not been offered them lately, nor has brought them by `load`. It may have
-        been started again, or may have had no room for them."""
+        """Add cached blocks of a starting request, `length` of each group, to the backlog, unless they were recently
+        offered to the present store, or came from it by `load`. The store may have been restarted, or have had no room
+        for them."""
         request.num_offered = length if length * self._kv.block_size >= self._min_tokens else 0
         if self._store.is_open and request.core_request.hands_over:
             self._ahead.start(request, length)
@@ -177,8 +178,8 @@ class KVStores:
             self._add_full(request, first, end, num_tokens, range(len(self._kinds)), needed)
 
     def _on_free(self, request: Request) -> None:
-        """Take the last blocks of kinds that are kept only at some places, once no later ones replace them. What was
-        granted ahead is copied or abandoned: nobody knows when the request runs again."""
+        """Add the last blocks of scarce kinds to the backlog, now that no later ones replace them. Places granted ahead
+        are used or abandoned, because nobody knows when the request will run again."""
         size, end = self._kv.block_size, request.num_published // self._kv.num_groups
         if self._store.is_open and self._scarce and end * size >= self._min_tokens:
             start = max(0, end - 1 - max(self._scarce.values()) // size)
@@ -188,13 +189,13 @@ class KVStores:
     def _add_full(
         self, request: Request, start: int, end: int, num_tokens: int, kinds: Collection[int], num_needed: int = 0
     ) -> None:
-        """Take links from number `start` to `end` into the backlog, see `_Full`. What is kept leaves `num_needed` pages
-        free."""
+        """Add links number `start` to `end` to the backlog, see `_Full`. Blocks are held only if `num_needed` pages
+        stay free."""
         if len(self._backlog) < _MAX_BACKLOG:
             hashes, stride = request.hashes, self._kv.num_groups
             parent = hashes[(start - 1) * stride] if start else b""
             links = hashes[start * stride : end * stride : stride]
-            step = max(request.last_step, self._in_flight.next_step - 1)  # others may write what is cached
+            step = max(request.last_step, self._in_flight.next_step - 1)  # others may be writing cached blocks
             kept = list[int]()
             for kind in self._scarce.keys() & kinds:
                 found = (
@@ -218,8 +219,8 @@ class KVStores:
             self._ahead.begin(request)
 
     def _on_advanced(self, request: Request, start: int) -> None:
-        """Copy what the next step computes for a request that hands over beside that step, as far as it is granted. The
-        rest is offered like other blocks."""
+        """Copy the granted blocks that the next step computes for a request that hands over, beside that step. The rest
+        is offered like other blocks."""
         if not self._store.is_open:
             return
         stride, size = self._kv.num_groups, self._kv.block_size
@@ -233,13 +234,13 @@ class KVStores:
         self._ahead.advance(request)
 
     def finish(self, request: Request) -> None:
-        """Copy or abandon what was granted ahead for a request that runs no longer."""
+        """Use or abandon the places granted ahead for a request that no longer runs."""
         if places := self._ahead.end(request):
             self._granted.extend(places)
             self.copy_granted()
 
     def _offer(self) -> None:
-        """Offer what is in the prefix cache of the oldest entries of the backlog whose steps have run."""
+        """Offer the oldest blocks of the backlog whose steps have run, if they are still in the prefix cache."""
         entries, parents, kept = list[KVEntry](), list[bytes](), list[int]()
         room = self._room
         while self._backlog and len(entries) < room and self._backlog[0].step <= self._in_flight.last_finished:
@@ -279,7 +280,7 @@ class KVStores:
         return _MAX_OFFERED - sum(len(offer.entries) for offer in self._offered) - len(self._granted)
 
     def _may_hold(self, blocks: list[int]) -> bool:
-        """Whether a copy may hold these blocks beside those that are held."""
+        """Whether a copy may hold these blocks in addition to those that are held."""
         pages = self._kv.pages(blocks)
         return not self._held or len(self._held) + sum(page not in self._held for page in pages) <= self._max_held
 
@@ -307,8 +308,8 @@ class KVStores:
         self._keep_no_more(offered.kept)
 
     def on_copied(self, ended: Collection[CopyInFlight]) -> None:
-        """Take the blocks of copies that all ranks have answered, and tell the store what became of them: of what a
-        step has computed, when its result has come."""
+        """Free the blocks of copies that all ranks have answered, and tell the store what became of them. Copies of
+        blocks that a step computes wait for the result of that step."""
         stored, abandoned, links = list[int](), list[int](), list[bytes]()
         for copy in ended:
             if copy.request is not None and copy.step > self._in_flight.last_finished:
@@ -319,24 +320,24 @@ class KVStores:
                 (abandoned if copy.has_failed else stored).append(copy.planned.offset)
                 if (link := self._kv.link_of(copy.planned.blocks[0])) is not None:
                     links.append(link)
-        if self._kv.listener is not None and links:  # they may have been offered before they could be described
+        if self._kv.listener is not None and links:  # offers ahead could not be described yet
             self._store.send(self._kv.listener.description(links))
         if stored or abandoned:
             self._store.send(StoredKV(stored, abandoned, self._store.arena))
 
     def on_finished(self) -> None:
-        """Tell the store of what has been copied of a step whose result has come."""
+        """Report the finished copies of steps whose result has come to the store."""
         if self._copied:
             copied, self._copied = self._copied, []
             self.on_copied(copied)
 
     def withdraw(self, request: Request) -> None:
-        """What the steps in flight compute of a request is wrong."""
+        """Store nothing that the steps in flight compute for a request: it is wrong."""
         for copy in self._copies.by_number.values():
             copy.has_failed |= copy.request is request
 
     def on_failed(self, step: int) -> None:
-        """What this step and later ones in flight should have computed is not there."""
+        """Store nothing that this step and later ones in flight should have computed: it was not."""
         for copy in self._copies.by_number.values():
             copy.has_failed |= copy.request is not None and copy.step >= step
 
@@ -351,7 +352,8 @@ class KVStores:
         self._stats.kv_stored_blocks += 0 if has_failed else len(blocks)
 
     def _stays(self, kind: int, index: int, num_tokens: int) -> bool:
-        """Whether a block with link number `index` of a text stays in the prefix cache, and is not replaced."""
+        """Whether a block with link number `index` of a text of `num_tokens` stays in the prefix cache, and is not
+        replaced by a later one."""
         boundary = (index + 1) * self._kv.block_size
         return kind not in self._scarce or self._kv.is_kept(self._kinds[kind].groups[0], boundary, num_tokens)
 
@@ -361,7 +363,8 @@ class KVStores:
         return None if FREED in blocks else blocks
 
     def copy_granted(self) -> None:
-        """Copy granted entries, as many as may hold pages. What has left the prefix cache is abandoned."""
+        """Copy granted entries, as far as their pages may be held. Entries that have left the prefix cache are
+        abandoned."""
         unwritten, abandoned = self._kv.unwritten if self._granted else set[int](), list[int]()
         while self._granted:
             entry, offset = self._granted[0]
@@ -379,25 +382,25 @@ class KVStores:
     # --- time -------------------------------------------------------------------------------------------------
 
     def offer_due(self, now: float) -> None:
-        """Offer what is to be offered now."""
+        """Offer blocks of the backlog, if it is time."""
         if self._backlog and (self._is_urgent or now - self._offered_at >= _OFFER_SECONDS):
             self._offered_at = now
             self._offer()
 
     @property
     def due(self) -> float:
-        """When something is to be offered (`time.monotonic`)."""
+        """When the next offer is due (`time.monotonic`)."""
         if self._backlog and self._store.is_open and self._room > 0:
             return self._offered_at + _OFFER_SECONDS * (not self._is_urgent)
         return math.inf
 
     @property
     def are_under_way(self) -> bool:
-        """Whether something is to be offered or copied."""
+        """Whether there are blocks to offer or to copy."""
         return bool(self._backlog or self._offered or self._granted)
 
     def change_arena(self) -> None:
-        """Forget what the earlier store has granted."""
+        """Forget what the earlier store granted."""
         self._granted.clear()
         self._ahead.clear()
         for planned in self._copies.plan.stores:
@@ -413,7 +416,7 @@ class KVStores:
         self._offered.clear()
 
     def reset(self) -> None:
-        """Forget what is to be stored."""
+        """Forget everything that is to be stored."""
         if granted := [*(offset for _, offset in self._granted), *self._ahead.clear()]:
             self._store.send(StoredKV([], granted, self._store.arena))
         for full in self._backlog:
@@ -424,11 +427,11 @@ class KVStores:
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether blocks are kept until the store has answered."""
+        """Whether blocks are held until the store has answered."""
         return self._num_kept > 0
 
     def block_lists(self) -> Iterator[list[int]]:
-        """The blocks that are kept for offers."""
+        """The blocks that are held for offers."""
         yield from (full.kept for full in self._backlog)
         yield from (offer.kept for offer in self._offered)
 

@@ -1,16 +1,16 @@
-"""KV outside the device: what is loaded from the KV store of the host for a request, and what is copied to it.
+"""KV outside the device: loads from the KV store of the host, and stores to it.
 
 Plain Python, no torch: the store is another process (`quire.engine.kv_store`), the ranks copy, and this module only
 does the bookkeeping. Messages and copies are in `quire.engine.protocol.kv_store`.
 
-`KVLoads` (`kv_loads`) decides what is loaded, `KVStores` (`kv_stores`) what is stored and `OffersAhead`
-(`kv_offers_ahead`) what is offered early, `CopiesInFlight` (`kv_copies_in_flight`) has the copies of both, and
-`KVStoreConnection` (`kv_connection`) says whether there is a store. After some seconds of silence, there is none until
-it answers again. One that was started again has another arena: everything about the earlier one is forgotten, and
-copies under way end by themselves.
+`KVLoads` (`kv_loads`) decides what is loaded, `KVStores` (`kv_stores`) what is stored, and `OffersAhead`
+(`kv_offers_ahead`) what is offered early. `CopiesInFlight` (`kv_copies_in_flight`) has the copies of both, and
+`KVStoreConnection` (`kv_connection`) says whether there is a store. A store that has been silent for some seconds is
+not used until it answers again. A store that was restarted has another arena: everything about the earlier one is
+forgotten, and copies in flight end by themselves.
 
 Invariants (`check_integrity`):
-- each load and each copy has references to its blocks, and a block of a load is not in the prefix cache before all
+- each load and each copy holds references to its blocks, and a block of a load is not in the prefix cache before all
   ranks have copied it;
 - the request of a load is in no queue, unless it computes beside the load;
 - the pages held for stores are within their limit.
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVTransferManager:
-    """Conducts loads and stores."""
+    """Coordinates loads and stores."""
 
     def __init__(
         self,
@@ -110,15 +110,15 @@ class KVTransferManager:
             self.stores.finish(request)
 
     def withdraw(self, request: Request) -> None:
-        """Store nothing of what the steps in flight compute of a request."""
+        """Store nothing that the steps in flight compute for a request."""
         self.stores.withdraw(request)
 
     def on_finished(self) -> None:
-        """Store what the steps have computed whose results have come."""
+        """Report the copies of steps whose results have come as stored."""
         self.stores.on_finished()
 
     def on_failed(self, step: int) -> None:
-        """Store nothing of what this step and later ones in flight should have computed."""
+        """Store nothing that this step and later ones in flight should have computed."""
         self.stores.on_failed(step)
 
     # --- messages ---------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ class KVTransferManager:
                     self._store.send(HeardKVTiers(message.number))
 
     def _on_opened(self, message: KVStoreOpened) -> None:
-        """Open the store once it says twice that it has this arena: the first time, it may not know this core. One that
-        not all ranks can reach is none."""
+        """Use the store once it has announced this arena twice: the first time, it may not know this core. A store that
+        some ranks cannot reach is not used."""
         if self._spans_hosts and not message.address:
             return
         if message.path == self._store.arena:
@@ -154,7 +154,7 @@ class KVTransferManager:
         self._store.open(time.monotonic())
 
     def _close(self) -> None:
-        """Do without the store until it answers again. It may have ended: ranks give its memory back."""
+        """Do without the store until it answers again. It may have ended, so ranks unmap its memory."""
         self._store.is_open = False
         if self._kv.listener is not None:
             self._kv.listener.on_tiers_lost()
@@ -163,14 +163,14 @@ class KVTransferManager:
         self.stores.close()
 
     def reset(self) -> None:
-        """Forget what is being loaded and stored, as the prefix cache is reset."""
+        """Forget all loads and stores in progress, because the prefix cache is being reset."""
         self.loads.reset()
         for copy in self._copies.by_number.values():
             copy.has_failed = True
         self.stores.reset()
 
     def clear(self, call_id: int) -> None:
-        """Let the store forget everything; its answer is `KVCleared`, if it gives one."""
+        """Make the store forget everything; its answer, if there is one, is `KVCleared`."""
         self._store.send(ClearKV(call_id))
 
     def on_copied(self, message: KVCopied) -> None:
@@ -184,7 +184,7 @@ class KVTransferManager:
     # --- time and plans ---------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Do what is due; to be called before each plan, and after `seconds_left` without one."""
+        """Do what is due. Must be called before each plan, and after `seconds_left` without one."""
         if not self._store.has_store:
             return
         now = time.monotonic()
@@ -192,7 +192,10 @@ class KVTransferManager:
         if not self._store.is_open:
             return self._store.open_again(now)
         if self._store.is_silent(now):
-            logger.warning("the KV store has not been heard of for %g s; what it has is computed", SILENCE_SECONDS)
+            logger.warning(
+                "the KV store has been silent for %g s; requests compute their prefixes until it answers",
+                SILENCE_SECONDS,
+            )
             return self._close()
         if self._kv.listener is not None and self._kv.listener.has_loaded:
             self._store.send(self._kv.listener.description(()))
@@ -200,7 +203,7 @@ class KVTransferManager:
         self.stores.offer_due(now)
 
     def hung_ranks(self, seconds: float) -> list[int]:
-        """Return the ranks that have ended no copy for so long, see `CopiesInFlight.hung_ranks`."""
+        """Return the ranks that have finished no copy for `seconds`, see `CopiesInFlight.hung_ranks`."""
         return self._copies.hung_ranks(seconds)
 
     def seconds_left(self) -> float:
@@ -211,7 +214,7 @@ class KVTransferManager:
 
     @property
     def has_changes(self) -> bool:
-        """Whether the ranks have something to copy or to forget."""
+        """Whether the ranks have something to copy or to unmap."""
         return self._copies.has_changes
 
     @property
@@ -221,22 +224,22 @@ class KVTransferManager:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks will be free when the store or ranks have answered, or kept free for others until then."""
+        """Whether blocks are held, or kept free for waiting requests, until the store or ranks have answered."""
         return bool(self._copies.by_number) or self.loads.are_under_way or self.stores.keeps_blocks
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is under way, or will be without another request."""
+        """Whether anything is in progress, or will be without another request."""
         return self.loads.num_waiting > 0 or self.is_storing
 
     @property
     def is_storing(self) -> bool:
-        """Whether something is to be offered or copied, or is being copied."""
+        """Whether anything is to be offered or copied, or is being copied."""
         return bool(self._copies.by_number) or self.stores.are_under_way
 
     @property
     def num_returning(self) -> int:
-        """Pages that nobody has but copies, which give them back as soon as the ranks have answered."""
+        """Pages that only copies hold; they are free as soon as the ranks have answered."""
         returning = (copy.planned.blocks for copy in self._copies.by_number.values() if copy.returns)
         return self._kv.num_pages_only_in(chain.from_iterable(returning))
 

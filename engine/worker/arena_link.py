@@ -1,4 +1,4 @@
-"""The arena of a KV store on another host, as a rank copies from and to it (`quire.engine.protocol.kv_ranks`)."""
+"""Copies between a rank and the arena of a KV store on another host (`quire.engine.protocol.kv_ranks`)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from quire.engine.protocol.kv_ranks import KVAnswer, KVRank, RankPlace, ReadKV, 
 from quire.engine.protocol.kv_store import RemoteArena
 
 SECONDS = 1.0
-"""Time for the copies that are made together, beside that for their bytes."""
+"""Time for one batch of copies, in addition to the time for its bytes."""
 _LEAST_BANDWIDTH = 8 << 20
-"""Bytes per second for which there is time: as much longer as these take."""
+"""Bytes per second that determine the time for the bytes."""
 BATCH_BYTES = 8 << 20
-"""Bytes that are best copied together, if the store is never late."""
+"""Bytes of a batch, if the store is never late."""
 _GROWTH = 1 / 16
-"""Of that, after it has shrunk: this share of what was copied in time."""
+"""After the batch size has shrunk, it grows by this share of the bytes that are copied in time."""
 _MAX_DOUBLINGS = 4
-"""A store that is late again and again is not asked for 1, 2, … 16 seconds each time."""
+"""A store that is late repeatedly is not asked for 1, 2, 4, 8, and then 16 seconds."""
 
 _decode = msgspec.msgpack.Decoder(KVAnswer).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class ArenaTransfer(NamedTuple):
-    """Bytes of an entry, which are in `memory` one after another, or come there."""
+    """A copy of bytes of an entry from or to `memory`, where they are contiguous."""
 
     place: msgspec.Raw
     """A `RankPlace`."""
@@ -43,7 +43,7 @@ class ArenaTransfer(NamedTuple):
 
 
 class ArenaLink:
-    """Belongs to one thread."""
+    """The connection of one rank to an arena. Belongs to one thread."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ArenaLink:
         max_seconds: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`token` is the cluster's; no `copy` takes longer than `max_seconds`."""
+        """`token` is the cluster token; no call of `copy` takes longer than `max_seconds`."""
         self.remote, self._rank, self._token = remote, rank, token
         self._max_seconds, self._clock = max_seconds, clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -64,14 +64,14 @@ class ArenaLink:
         self._num_late = 0
         """How often in a row the store has been late."""
         self._retry_at = 0.0
-        """Before this time, everything fails at once."""
+        """Before this time, all copies fail at once."""
         self.batch_bytes = BATCH_BYTES
-        """Bytes to be copied together: half as many after each time that the store was late, so that links may be slow,
-        and shared by many ranks."""
+        """Maximum bytes of the next batch. Halved each time that the store is late, so that slow links, and links that
+        many ranks share, can be used."""
 
     def copy(self, transfers: Sequence[ArenaTransfer], *, is_store: bool) -> dict[int, str]:
-        """Write to entries, or read from them, in `SECONDS` and what `_LEAST_BANDWIDTH` adds; returns the indexes of
-        those that failed, and why."""
+        """Write to entries, or read from them, within `SECONDS` plus the time that their bytes take at
+        `_LEAST_BANDWIDTH`. Returns the indexes of the transfers that failed, with the reasons."""
         if not transfers:
             return {}
         if self._clock() < self._retry_at:
@@ -85,7 +85,7 @@ class ArenaLink:
             raise
         if unanswered:
             failed |= dict.fromkeys(unanswered, f"it did not answer within {seconds:.3g} s")
-            self._disconnect()  # what it may still send, or receive, belongs to nothing any more
+            self._disconnect()  # nothing that is still sent on it may be used
             self._retry_at = self._clock() + 2.0 ** min(self._num_late, _MAX_DOUBLINGS)
             self.batch_bytes //= 2
         else:
@@ -96,7 +96,8 @@ class ArenaLink:
     def _exchange(
         self, transfers: Sequence[ArenaTransfer], deadline: float, *, is_store: bool
     ) -> tuple[dict[int, str], set[int]]:
-        """Returns the indexes of what has failed, and why, and of what has not been answered by then."""
+        """Returns the indexes of the transfers that failed, with the reasons, and of those not answered by
+        `deadline`."""
         failed, socket = dict[int, str](), self._connected()
         first, self._last_call = self._last_call + 1, self._last_call + len(transfers)
         for call_id, (place, memory) in enumerate(transfers, first):
@@ -117,7 +118,7 @@ class ArenaLink:
                 place, memory = transfers[number]
                 content = join(frames) if frames else b""
                 if len(content) != len(memory) or placed_checksum(place, content) != answer.checksum:
-                    failed[number] = "it was damaged on its way"
+                    failed[number] = "the data was damaged in transit"
                 else:
                     memory[:] = content
         return failed, unanswered

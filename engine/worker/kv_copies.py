@@ -1,7 +1,7 @@
-"""Copies between the KV caches of a rank and the arena of its host's KV store, in a thread beside the steps.
+"""Copies between the KV caches of a rank and the arena of a KV store, in a thread beside the steps.
 
-An entry is copied in a few operations (`quire.engine.config.kv_layout.KVSlices`), without Python's lock. On a GPU they
-run on a stream of their own, and the bytes go through pinned memory.
+An entry is copied in a few operations (`quire.engine.config.kv_layout.KVSlices`), without Python's lock. On a GPU,
+these run on a stream of their own, and the bytes pass through pinned memory.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from quire.engine.worker.arena_link import BATCH_BYTES, ArenaLink, ArenaTransfer
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20
-"""Bytes that are copied before the next copies are chosen and ended ones are reported."""
+"""Bytes of a batch. After each batch, finished copies are reported, and the next ones chosen."""
 _WATCHDOG_SHARE = 0.5
-"""Copies to another host and from there take no longer than this part of the time in which some must end."""
+"""A batch of copies to or from another host takes no longer than this part of --watchdog-seconds."""
 _CLOSE_TIMEOUT = 2.0
 _PARTS = 4
-"""Parts of a stage's layers in which the entries of a step are copied beside it."""
+"""Number of parts in which the layers of a step's entries are copied during the step."""
 _ALL_LAYERS = range(sys.maxsize)
 
 
 class PendingCopy(NamedTuple):
-    """A copy to be made, or the part of some layers."""
+    """A copy to be made, or the part of it for some layers."""
 
     arena: str
     copy: KVCopy
     is_store: bool
     ready: torch.cuda.Event | None
-    """Earlier steps have ended, on a GPU, or the layers have been computed."""
+    """On a GPU: the event before which the copy must not begin, the end of earlier steps or of these layers."""
     layers: range = _ALL_LAYERS
     """Numbers of layers in the order of the model."""
 
@@ -58,7 +58,8 @@ class PendingCopy(NamedTuple):
 
 
 class KVCopies:
-    """The copies of a rank. Those that requests wait for come first: the loads, then what other replicas load."""
+    """The copies of a rank. Those that requests wait for come first: loads, then blocks that other replicas will
+    load."""
 
     def __init__(
         self,
@@ -69,7 +70,8 @@ class KVCopies:
         staging: KVStaging | None,
         on_copied: Callable[[KVCopied], None],
     ) -> None:
-        """`memory` has the bytes of all planes of each shape, see `KVCaches`. `on_copied` is called in the thread."""
+        """`memory` has the bytes of all planes of each shape, see `KVCaches`. `on_copied` is called in the copies'
+        thread."""
         self._rank, self._memory, self._device, self._on_copied = rank, memory, device, on_copied
         self._num_blocks, self._kinds = config.cache.num_blocks, kv_layout(config).kinds
         self._slices, self._staging = rank_copies(config, rank), staging
@@ -80,21 +82,21 @@ class KVCopies:
         self._dropped = Dropped("copies between KV cache and store failed")
         self._path, self._arena = "", torch.empty(0, dtype=torch.uint8)
         self._link: ArenaLink | None = None
-        """To an arena on another host."""
+        """The connection to an arena on another host."""
         self._newest = ""
-        """The arena of the last plan: no other one stays mapped, as its store may have ended."""
+        """The arena of the last plan. No other one stays mapped, because its store may have ended."""
         self._remote: RemoteArena | None = None
-        """How the arena of the last plan with copies is reached, if it is on another host."""
+        """How to reach the arena of the last plan with copies, if it is on another host."""
         self._loads, self._parts, self._stores = (deque[PendingCopy]() for _ in range(3))
         self._step, self._num_computed = KVCopyPlan(""), 0
-        """The last plan with copies of what its step computes, and the layers of it that have been given to the thread:
-        all with lower numbers."""
+        """The last plan, whose step computes the blocks of its `step_stores`, and the number of layers whose copies
+        have been given to the thread."""
         self._failed = set[int]()
-        """Numbers of copies of which a part has failed."""
+        """Numbers of the copies of which some part has failed."""
         own = config.parallel.stages[config.parallel.stage_of(rank)]
         self._first_layer = own.start
         self._marks = {len(own) * part // _PARTS for part in range(1, _PARTS + 1)}
-        """Numbers of layers in the stage before which a part ends. A drafter's layers are behind the last one."""
+        """Layers in the stage at which a part ends. A drafter's layers come after the last one."""
         self._changed, self._is_closed = threading.Condition(), False
         threads, started = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True, name="kv-copies")
@@ -103,8 +105,8 @@ class KVCopies:
         torch.set_num_threads(threads)  # new threads inherit the last value
 
     def begin(self, plan: KVCopyPlan) -> Callable[[int], None] | None:
-        """Begin copies, after the steps that have been launched. Returns what is to be called during the plan's step
-        (`Batch.on_layer`), after which `end_step` is; None: it need not be called."""
+        """Begin the copies of a plan, after the steps that have been launched. Returns the function to call during the
+        plan's step (`Batch.on_layer`), after which `end_step` must be called; None: neither is needed."""
         ready = self._ready()
         with self._changed:
             self._newest = plan.arena
@@ -121,7 +123,7 @@ class KVCopies:
             self._store_layers(self._first_layer + number + 1)
 
     def end_step(self) -> None:
-        """Begin the copies of what is left of the step, all of which has been launched."""
+        """Begin the copies of the step's remaining layers, all of which have been launched."""
         if self._step.step_stores:
             self._store_layers(sys.maxsize)
 
@@ -134,7 +136,7 @@ class KVCopies:
             self._changed.notify()
 
     def _ready(self) -> torch.cuda.Event | None:
-        """The end of the steps that have been launched, on a GPU."""
+        """On a GPU: an event at the end of all work that has been launched."""
         if self._staging is None:
             return None
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -142,7 +144,7 @@ class KVCopies:
         return ready
 
     def close(self) -> None:
-        """End the thread after the copies at hand. Others are not made."""
+        """End the thread after its current batch. Further copies are not made."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -156,7 +158,7 @@ class KVCopies:
         started.set()
         while (batch := self._next()) is not None:
             if not batch:
-                self._unmap()  # without the lock: giving much memory back takes seconds
+                self._unmap()  # without the lock: unmapping much memory takes seconds
                 continue
             numbers = [each.copy.number for each in batch if each.is_last]
             try:
@@ -167,15 +169,14 @@ class KVCopies:
                 else:
                     logger.exception("copies between KV cache and store failed")
                 self._failed.update(each.copy.number for each in batch)
-            if numbers or self._is_remote:  # which may be slow, and reports only the last part of an entry
+            if numbers or self._is_remote:  # remote copies may be slow: the report shows progress
                 self._on_copied(KVCopied(self._rank, numbers, [each for each in numbers if each in self._failed]))
                 self._failed.difference_update(numbers)
         if self._link is not None:
             self._link.close()
 
     def _next(self) -> list[PendingCopy] | None:
-        """Wait for copies, and take some of one direction and arena. Empty: the arena is no longer to be mapped; None:
-        closed."""
+        """Wait for copies, and take a batch with one direction and one arena. Empty: unmap the arena; None: closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_copies or self._is_closed or self._path not in ("", self._newest))
             if self._is_closed:
@@ -199,8 +200,8 @@ class KVCopies:
         return bool(self._loads or self._parts or self._stores)
 
     def _copy(self, batch: list[PendingCopy]) -> None:
-        """Make copies. Those that fail are noted. Raises `OSError` if the arena is not there, and other errors if
-        something else fails."""
+        """Make the copies of a batch, and note those that fail. Raises `OSError` if the arena does not exist, and other
+        errors if something else fails."""
         path, remote = batch[0].arena, self._remote
         if self._path != path or (self._link is not None and self._link.remote != remote):
             self._unmap()
@@ -220,7 +221,7 @@ class KVCopies:
         self._move(slices, batch)
 
     def _copy_remotely(self, link: ArenaLink, batch: list[PendingCopy]) -> None:
-        """Make copies by way of memory of this host. Those that fail are noted."""
+        """Make the copies of a batch through a buffer on this host, and note those that fail."""
         is_store = batch[0].is_store
         buffer = torch.empty(sum(map(self._size_of, batch)), dtype=torch.uint8)
         content, start = buffer.numpy().data, 0
@@ -247,7 +248,7 @@ class KVCopies:
             self._failed.update(copies[number].copy.number for number in failed)
 
     def _move(self, slices: list[tuple[Tensor, Tensor]], batch: list[PendingCopy]) -> None:
-        """Copy slices of the device's memory to others on this host, or back."""
+        """Copy slices of the device's memory to slices on this host, or back."""
         is_store = batch[0].is_store
         if self._staging is not None:
             self._staging.copy(slices, batch[-1].ready, is_store=is_store)
@@ -265,8 +266,8 @@ class KVCopies:
         self._path, self._arena = "", torch.empty(0, dtype=torch.uint8)
 
     def _views(self, pending: PendingCopy) -> Iterator[tuple[Tensor, tuple[int, int, int], int]]:
-        """The slices of an entry in the memory of the device, `[layers, rows, bytes]`; and in the arena: strides and
-        offset."""
+        """The slices of an entry: as a view of the device's memory, `[layers, rows, bytes]`, and as strides and offset
+        in the arena."""
         copy, kind = pending.copy, self._kinds[pending.copy.kind]
         assert len(copy.blocks) == len(kind.groups)
         assert all(0 <= block < self._num_blocks for block in copy.blocks)
@@ -279,11 +280,11 @@ class KVCopies:
             yield memory, (own.layers.entry, own.rows.entry, 1), start
 
     def _size_of(self, pending: PendingCopy) -> int:
-        """Bytes of what is copied of an entry."""
+        """Bytes that are copied of an entry."""
         return sum(number * own.rows.number * own.size for own, _, number in self._slices_of(pending))
 
     def _slices_of(self, pending: PendingCopy) -> Iterator[tuple[KVSlices, int, int]]:
-        """The slices of an entry, with the first layer of each that is copied, and their number."""
+        """The slices of an entry; for each, the first layer that is copied, and the number of layers."""
         slices = self._slices[pending.copy.kind]
         for own in slices.stores if pending.is_store else slices.loads:
             first, end = (bisect_left(own.numbers, each) for each in (pending.layers.start, pending.layers.stop))
@@ -292,12 +293,11 @@ class KVCopies:
 
 
 class KVStaging:
-    """Memory between a GPU and the arena: on the device, and pinned on the host."""
+    """Buffers between a GPU and the arena: on the device, and pinned on the host."""
 
     @staticmethod
     def of(config: EngineConfig, rank: int, device: torch.device) -> KVStaging | None:
-        """Allocate what the copies of a rank need; None: on a CPU they need none, and without a store there are
-        none."""
+        """Allocate the buffers for a rank's copies; None: it is a CPU, or there is no store."""
         if config.kv_store is None or device.type == "cpu":
             return None
         return KVStaging(max(_BATCH_BYTES, *(each.size for each in rank_copies(config, rank))), device)
@@ -308,8 +308,8 @@ class KVStaging:
         self._on_host = torch.empty(size, dtype=torch.uint8).pin_memory()
 
     def copy(self, slices: list[tuple[Tensor, Tensor]], ready: torch.cuda.Event | None, *, is_store: bool) -> None:
-        """Copy slices of the device's memory to those of the arena, or back, once the event is `ready`. Returns when
-        they are there."""
+        """Copy slices of the device's memory to slices of the arena, or back, after the event `ready`. Returns when
+        that is done."""
         sizes = [memory.numel() for memory, _ in slices]
         on_device, on_host = self._on_device[: sum(sizes)], self._on_host[: sum(sizes)]
         parts = [
@@ -341,7 +341,7 @@ class KVStaging:
 
 
 def _map(path: str) -> Tensor:
-    """Map an arena, as long as the tensor or a view of it exists."""
+    """Map an arena for as long as the tensor or a view of it exists."""
     descriptor = open_arena(path)
     try:
         return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)

@@ -34,7 +34,7 @@ from quire.engine.protocol.engine_core import (
     ToCore,
     ToServer,
 )
-from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.errors import UNDECODABLE, InvalidParameter
 from quire.engine.protocol.kv_events import KVEventsNews, KVEventsState
 from quire.engine.protocol.media import MediaItem
 from quire.engine.protocol.sampling_params import SamplingParams
@@ -762,7 +762,7 @@ class EngineClient:
                 frames = self._responses.recv_multipart(zmq.NOBLOCK)
                 try:
                     message = self._decoder.decode(join(frames))
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except UNDECODABLE as error:
                     self._dropped.add(error)
                     continue
                 replica = self._replicas.get(message.replica)

@@ -1,4 +1,5 @@
-"""Requests whose prompt one replica computes, and that another one, their *successor*, expects and continues."""
+"""Hand-overs: one replica computes the prompt of a request, and another one, its *successor*, expects and continues
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from quire.server.client.running_request import RunningRequest
 
 
 class HandOvers:
-    """Owns `RunningRequest.successor` and `handed_over_at`: tells replicas what they will continue, and counts it."""
+    """Owns `RunningRequest.successor` and `handed_over_at`: tells replicas which requests to expect, and counts
+    hand-overs."""
 
     def __init__(
         self,
@@ -22,14 +24,15 @@ class HandOvers:
         send: Callable[[ToCore, int], None],
         peer_between: Callable[[int, int], str],
     ) -> None:
-        """`running` are the unfinished requests; `send` sends a message to a replica. `peer_between` returns where the
-        KV store of a replica is read from the host of another one; empty: they have the same, or it is not known."""
+        """`running` are the unfinished requests; `send` sends a message to a replica. `peer_between(a, b)` returns the
+        address at which the host of replica b reads the KV store of replica a; empty: they share a store, or it is not
+        known."""
         self._running, self._metrics, self._send, self._peer_between = running, metrics, send, peer_between
         self.router: Router | None = None
         """None: there has been only one replica."""
 
     def expect(self, running: RunningRequest, successor: int | None) -> None:
-        """Let this replica expect a request that was placed, and no other one any more."""
+        """Make replica `successor` expect a request that was placed, and no other replica."""
         former, running.successor = running.successor, successor
         request_id = running.submit.request_id
         if former is not None and former not in (successor, running.replica):
@@ -41,7 +44,7 @@ class HandOvers:
             self._send(self._with_peer(expected, running, successor), successor)
 
     def forget_successor(self, replica: int) -> None:
-        """No request continues on a replica after its first token any more."""
+        """Let no request continue on this replica after its first token."""
         for request_id, running in self._running.items():
             if running.successor == replica:
                 self.expect(running, None)
@@ -58,14 +61,14 @@ class HandOvers:
         return request
 
     def _with_peer(self, request: EngineCoreRequest, running: RunningRequest, successor: int) -> EngineCoreRequest:
-        """Return the message to the successor of a request whose prompt the present replica computes."""
+        """Add the address of the KV store that has the prompt to the message to the successor of a request."""
         assert running.replica is not None
         peer = self._peer_between(running.replica, successor)
         return msgspec.structs.replace(request, kv_peer=peer) if peer else request
 
     def on_handed_over(self, running: RunningRequest, replica: int, now: float) -> None:
-        """Count a request that this replica has handed over, once it was sent to the next one. It does not count if it
-        stays, or waits, or goes to a replica that will hand it over in its turn."""
+        """Count a request that this replica has handed over, once it has been sent on. It does not count if it stays or
+        waits, or if the next replica will hand it over, too."""
         if running.replica not in (None, replica) and running.successor is None:
             running.handed_over_at = now
             self._metrics.count(replica, "requests_handed_over", 1)

@@ -1,17 +1,16 @@
-"""What the replicas have cached, from their KV events: for the router inside the server.
+"""The cached blocks of the replicas, known from their KV events: for the router inside the server.
 
-The cores send an API process that asks for them (`FollowKVEvents`) the batches that they publish, over the connection
-that has the outputs, so also from other hosts, and whatever the sockets of `--kv-events-config` are. First comes what
-the replica has, in parts: a process that starts late, or that sees a number missing, has the same view as the others
+Cores send the batches that they publish to each API process that asks for them (`FollowKVEvents`), over the connection
+that carries the outputs: also from other hosts, and independent of the sockets of `--kv-events-config`. First come all
+blocks that the replica has, in parts. A process that starts late, or misses a number, has the same view as the others
 when all parts have arrived. Until then, the cache of the replica is estimated.
 
-Blocks that are not announced yet, of requests that this process has sent and that have not left, count as cached.
-Blocks that only the KV store of a replica's host has count in part: loading them takes less time than computing them.
-All replicas of a host say the same of its store, which may have far more blocks than their devices. So one of them is
-asked for that.
+Blocks of this process's unfinished requests count as cached, even if they are not announced yet. Blocks that only the
+KV store of a replica's host has count in part, because loading takes less time than computing. All replicas of a host
+say the same about its store, which may have far more blocks than their devices, so only one of them is asked for these.
 
-This is done on the event loop of the process: each message has a few thousand blocks at most, and nothing takes longer
-the more are known.
+All of this runs on the event loop of the process: a message has at most a few thousand blocks, and no call takes longer
+when more blocks are known.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from quire.engine.scheduler.prefix_length import prefix_length, windows_of
 from quire.server.client.prefix_caches import PrefixCaches
 
 _SAVED = {CPU: 15 / 16, STORAGE: 1 / 2}
-"""The part of the time of computing a token that loading it from there saves."""
+"""The part of a token's computing time that is saved by loading it from this medium."""
 _FREED = 4096
-"""Blocks that are forgotten beside each message, of those that count no more: a large set is not freed at once."""
+"""How many void blocks are freed with each message, because freeing a large set at once takes long."""
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
-    """What is needed of `BlockStored`."""
+    """The needed fields of `BlockStored`."""
 
     block_hashes: list[int]
     medium: str | None
@@ -53,7 +52,7 @@ class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
-    """What is needed of `BlockRemoved`."""
+    """The needed fields of `BlockRemoved`."""
 
     block_hashes: list[int]
     medium: str | None
@@ -65,7 +64,7 @@ class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
-    """What is needed of `KVEventBatch`."""
+    """The needed fields of `KVEventBatch`."""
 
     ts: float
     events: list[_Stored | _Removed | _Cleared]
@@ -88,21 +87,21 @@ class _KVView:
     store_name: str = ""
     """Which KV store it uses; empty: not known yet."""
     store: _Store = field(default_factory=_Store)
-    """What that has."""
+    """The blocks of that store."""
     number: int | None = None
-    """Of the last news; None: none has arrived since it was asked."""
+    """The number of the last news; None: none have arrived since it was asked."""
     is_known: bool = False
-    """All parts of what it has have arrived."""
+    """Whether all parts of its first answer have arrived."""
     num_news: int = 0
     num_bytes: int = 0
-    """Of news that were taken since it was told so."""
+    """News, and bytes of them, that were taken and not acknowledged yet."""
     device: set[int] = field(default_factory=set)
-    """What was announced: the hash of each block times the number of groups, plus its group's."""
+    """The announced blocks: the hash of each times the number of groups, plus the number of its group."""
     placed: Counter[int] = field(default_factory=Counter)
-    """How many requests use each block that were sent to the replica and have not left it."""
+    """For each block, how many unfinished requests that were sent to the replica use it."""
 
     def release(self, blocks: Iterable[int]) -> None:
-        """A request uses these no longer."""
+        """A request no longer uses these blocks."""
         for block in blocks:
             self.placed[block] -= 1
             if self.placed[block] <= 0:
@@ -110,7 +109,7 @@ class _KVView:
 
 
 class _Any:
-    """What is in one of several sets."""
+    """The union of several sets, without building it."""
 
     def __init__(self, *parts: Container[int]) -> None:
         self._parts = parts
@@ -123,7 +122,7 @@ class KVViews(PrefixCaches):
     """The views of all replicas."""
 
     def __init__(self, cache: CacheConfig, events: KVEventsConfig, media: MediaSpec | None, client: int = 0) -> None:
-        """`media`: how the model takes images; None: it takes none. `client` is the number of the API process."""
+        """`media`: how the model takes images; None: it takes none. `client` is the number of this API process."""
         super().__init__(cache)
         self._media, self._root, self._client = media, root_hash(events.hash_seed), client
         self._windows = windows_of(cache.groups)
@@ -134,7 +133,7 @@ class KVViews(PrefixCaches):
         self._freed: list[set[int]] = []
 
     def follow(self, replica: int, store_name: str = "") -> FollowKVEvents:
-        """Return what to ask a replica that is up and uses this store. What it has is not known until it has
+        """Return the question to a replica that is up and uses this store. Its blocks are not known until it has
         answered."""
         view = self._view(replica)
         view.number, view.is_known = None, False
@@ -145,12 +144,12 @@ class KVViews(PrefixCaches):
         return FollowKVEvents(self._client, view.store.speaker == replica)
 
     def take(self, news: KVEventsNews) -> FollowKVEvents | None:
-        """Take news of a replica; returns what it is to be told or asked."""
+        """Take news of a replica; returns the message to send to it, if any."""
         view = self._view(news.replica)
         self._free()
         if not news.is_first:
             if view.number is None:
-                return None  # what it has is under way
+                return None  # all of its blocks are on their way
             if news.number != view.number + 1:
                 return self.follow(news.replica, view.store_name)
         else:
@@ -174,13 +173,13 @@ class KVViews(PrefixCaches):
         return FollowKVEvents(self._client, view.store.speaker == news.replica, news.number)
 
     def _known(self, replica: int, view: _KVView, medium: str) -> set[int] | None:
-        """The blocks that a replica has announced; None: another one is asked for these."""
+        """The known blocks of a replica on a medium; None: another replica is asked for this medium."""
         if medium == GPU:
             return view.device
         return view.store.media[medium] if view.store.speaker == replica else None
 
     def _clear(self, replica: int, view: _KVView) -> None:
-        """Forget what a replica has announced."""
+        """Forget the blocks that a replica has announced."""
         self._freed.append(view.device)
         view.device = set()
         if view.store.speaker == replica:
@@ -196,8 +195,7 @@ class KVViews(PrefixCaches):
             self._freed[-1].pop()
 
     def blocks_of(self, replica: int) -> set[tuple[str, int, int]] | None:
-        """Return the blocks of a replica and of the store of its host: medium, hash, and group; None: they are not
-        known."""
+        """Return the blocks of a replica and of its host's store as (medium, hash, group); None: they are not known."""
         view, count = self._view(replica), self.num_groups
         if not view.is_known:
             return None
@@ -252,7 +250,7 @@ class KVViews(PrefixCaches):
             self._stores.pop(view.store_name, None)
 
     def silent_stores(self) -> set[str]:
-        """Return the names of stores none of whose replicas is asked for what the store has."""
+        """Return the names of stores for whose blocks no replica is asked."""
         return {view.store_name for view in self._views.values() if view.store_name and view.store.speaker is None}
 
     def _view(self, replica: int) -> _KVView:

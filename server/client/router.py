@@ -1,56 +1,57 @@
-"""Chooses the replica that will answer a request first. Pure bookkeeping, without I/O; the clock is given.
+"""Chooses the replica that is expected to answer a request first. Pure bookkeeping, without I/O; the clock is passed
+in.
 
-The unit of cost is a token to compute before the request's own first token. The cost at a replica is its slowness times
+Cost is measured in tokens to compute before the request's own first token. The cost at a replica is its slowness times
 the sum of
 
-      the request's tokens that are not cached there, those that the KV store has in part
-    + of the cached ones, as many as the replica has recently been sent above its share (`FAIR_SHARE`)
-    + `ADAPTER_TOKENS` if the replica was not recently sent a request with the same adapter
+      the request's tokens that are not cached there; tokens that only the KV store has count in part
+    + as many of its cached tokens as the replica was recently sent above its share (`FAIR_SHARE`)
+    + `ADAPTER_TOKENS`, if the replica was not recently sent a request with the same adapter
     + prompt tokens of requests that were sent there and have no token yet
     + `DECODE_TOKENS` for each other request there
     + the length of an output for each request that must finish before this one can start
 
 A decode costs more than the token that it adds to a step: it reads its context and the weights, and it will continue.
 When `max_num_seqs` requests are running, one finishes per output length of computed tokens. A replica without room for
-the request in its KV cache comes after all replicas with room, since others must finish there or be preempted, and no
-number of tokens expresses when. The second term is for a prefix that all requests share: as long as one replica answers
-all of them at once, nothing else would bring the prefix to another. It takes no more than the advantage of the cache,
-so that it never sends a request to a replica that is busier than that. Among equal replicas, the one that was recently
-sent the fewest tokens is chosen.
+the request in its KV cache comes after all replicas with room: other requests must finish there or be preempted, and no
+number of tokens says when. The second term is for a prefix that all requests share: as long as one replica can answer
+them all, nothing else would bring the prefix to another replica. It is at most the advantage of the cache, so it never
+sends a request to a replica that is busier than that. Among equal replicas, the one that was recently sent the fewest
+tokens is chosen.
 
-Slowness is the time that a replica takes for a token to compute, relative to the fastest replica. It is measured for
-each request, from when the replica first scheduled it until its first token. A replica that has sent nothing since its
-oldest request without a token was sent, or for some time, is at least as slow as that shows: one that hangs becomes
-slower by the moment. Without new measurements slowness is gradually forgotten, so that a replica that has recovered is
-tried again.
+Slowness is the time that a replica takes per computed token, relative to the fastest replica. It is measured for each
+request, from when the replica first schedules it until its first token. A replica that has sent nothing since its
+oldest request without a token was sent, or for some time, is at least as slow as this silence shows, so a replica that
+hangs becomes slower all the time. Without new measurements, slowness is gradually forgotten, so a replica that has
+recovered is tried again.
 
-With roles, a request goes to a replica with another role than *prefill*, as long as there is one. Of the prefill
-replicas with the same KV store, or whose store that one reads, the best one computes its prompt if the full blocks that
-are not cached at the first replica have as many tokens as the store keeps at least (`KVStoreConfig.min_tokens`), and if
-the request itself does not lose more by it than others gain:
+With roles, the router first chooses among the replicas that are not *prefill*, if there are any. It then considers the
+prefill replicas that use the same KV store as this decode replica, or a store that this one reads. The best of them
+computes the prompt if the full blocks that are not cached at the decode replica have at least as many tokens as the
+store keeps (`KVStoreConfig.min_tokens`), and if the request loses no more by it than other requests gain:
 
-      cost at the prefill replica       <= cost at the other one
-      + pause                              + slowness * tokens that need not be computed there * requests there
-      + lost part * cost at the other one  + slowness * `DECODE_TOKENS`
+      cost at the prefill replica             <= cost at the decode replica
+      + pause                                    + slowness * tokens not computed there * requests there
+      + lost part * cost at the decode replica   + slowness * `DECODE_TOKENS`
 
-since each token of a prompt that a replica computes delays all other requests there, and KV that is lost is computed
-there in the end, behind all that was sent there before. The last term is for a request that has ended at the prefill
-replica since its newest stats, so that equal prompts to idle replicas are computed in the same place. The prefill
-replica must have room, unless the other one has none, either, and both stores must have room for the prompt beside
-those that were handed over and still wait for their first step. So when prefill replicas have too much to do, or decode
-replicas are full, prompts are computed where they are decoded.
+The right side gains because each prompt token that a replica computes delays all other requests there. The lost part is
+KV that does not arrive and is computed at the decode replica in the end, after everything that was sent there before.
+The last term is for a request that has ended at the prefill replica since its newest stats, so that equal prompts to
+idle replicas are computed in the same place. The prefill replica must have room, unless the decode replica has none
+either, and both stores must have room for the prompt beside the prompts that were handed over and have not had a step
+yet. So when prefill replicas are overloaded, or decode replicas are full, decode replicas compute prompts, too.
 
 On one host, there is no pause, and nothing is lost. Between two hosts, the pause is the time from the first token to
-the next one, above `_USUAL_PAUSE`, in tokens of the fastest replica, and the lost part is that of prompts whose KV does
-not come and is computed again. Both are measured for each pair of stores. Until then, and more and more as the
-measurement gets old, nothing is assumed to be lost, and the pause is assumed to be the time in which the KV that is not
-cached comes at `_PEER_BANDWIDTH`, less the time in which it is computed, as both overlap. Only one request at a time
-relies on such an assumption: while one is under way between two stores, the measurement counts, however old, and
-without any, no other one goes there. Replicas of the same host come first among equal ones.
+the second, above `_USUAL_PAUSE`, in tokens of the fastest replica, and the lost part is the part of the KV that does
+not arrive. Both are measured for each pair of stores. Without a measurement, and increasingly as it gets old, the
+router assumes that nothing is lost, and that the pause is the time in which the KV that is not cached arrives at
+`_PEER_BANDWIDTH`, less the time in which it is computed, because both overlap. Only one request at a time relies on
+this assumption: while one is in flight between two stores, only the measurement counts, however old, and if there is
+none, no other request goes there. Among equal replicas, those of the same host come first.
 
-The cache contents come from `PrefixCaches`: they are estimated from the requests sent, or known from KV events. The
-current load is known for this process's requests, and comes from the replica's newest stats for other processes'
-requests.
+The contents of caches come from `PrefixCaches`, which estimates them from the requests sent, or knows them from KV
+events. The current load is known for this process's requests; for other processes' requests, it comes from the
+replica's newest stats.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ DECODE_TOKENS = 32
 ADAPTER_TOKENS = 64
 """Tokens that take as long as getting an adapter onto a device."""
 FAIR_SHARE = 1.25
-"""Factor for a replica's share of the recently sent tokens, by its speed, that it may get because of its cache."""
+"""Factor by which a replica may exceed its share of the recently sent tokens, by speed, because of its cache."""
 _DECAY_REQUESTS = 64
 """Requests per replica after which the weight of sent tokens decays to about a third."""
 _FIRST_GUESS = 128.0
@@ -93,23 +94,23 @@ _LINK_HALF_LIFE_SECONDS = 60.0
 _USUAL_PAUSE = 0.1
 """Seconds before the second token that do not count."""
 _MOST_UNEXPECTED = 3
-"""A pause counts as so many times the expected one and `_USUAL_PAUSE` at most: one that is long once says little."""
+"""A pause counts as at most this many times the expected pause, plus `_USUAL_PAUSE`: a single long one says little."""
 _PEER_BANDWIDTH = 128 << 20
-"""Bytes per second from the store of another host, as long as nothing has been measured."""
+"""Assumed bytes per second from the store of another host, until some have been measured."""
 _FIRST_PACE = 0.0002
-"""Seconds that the fastest replica takes for a token, as long as none has been measured."""
+"""Assumed seconds per token of the fastest replica, until some have been measured."""
 _LINK_SECONDS = 3600.0
 """Time after which a measurement between hosts is forgotten."""
 _PAUSE_TOKENS = 1024
-"""Tokens whose KV takes as long as the fixed part of a pause."""
+"""Number of tokens whose KV takes as long as the fixed part of a pause."""
 
 
 class ReplicaPlace(NamedTuple):
-    """What a replica is for, as far as the router is concerned."""
+    """The role of a replica, and the KV stores that it can use."""
 
     role: ReplicaRole = "any"
     store: str = ""
-    """The KV store that it reads and writes, between whose replicas KV can be handed over; empty: none is up."""
+    """The KV store that it reads and writes; replicas of one store can hand over to each other. Empty: none is up."""
     reads: frozenset[str] = frozenset()
     """The KV stores of other hosts that this one reads from."""
 
@@ -134,11 +135,11 @@ class _PlacedRequest:
     later_blocks: int = 0
     """KV blocks that it will allocate there."""
     stores: tuple[str, ...] = ()
-    """The KV stores of both hosts, if it is handed over: that of its prompt first."""
+    """If it is handed over: the KV store of its prompt, and the one of its successor."""
     moves: int = 0
-    """Tokens that the second host lacks."""
+    """Tokens whose KV the successor lacks."""
     stored: int = 0
-    """Tokens that these stores keep for it until its next token: it was handed over."""
+    """If it was handed over: tokens that these stores keep for it until its next token."""
 
 
 @dataclass(slots=True)
@@ -163,7 +164,7 @@ class _ReplicaLoad:
     """The tokens that it has computed for these; 0: nothing has been measured."""
     measured_at: float = 0.0
     recomputed: float = 0.0
-    """Part of prompts that were handed over to it whose KV it has not found: an average of the last ones."""
+    """The part of prompts handed over to it whose KV it did not find: a moving average."""
 
     @property
     def pace(self) -> float:
@@ -173,14 +174,15 @@ class _ReplicaLoad:
 
 @dataclass(slots=True)
 class _Link:
-    """What requests have lost that were handed over from one host to another."""
+    """The losses of requests that were handed over from one store to another."""
 
     seconds: float = 0.0
-    """Pauses: a decaying sum."""
+    """A decaying sum of their pauses."""
     tokens: float = 0.0
-    """For these: those that had to come, and `_PAUSE_TOKENS` of each."""
+    """The matching sum of tokens: those whose KV had to move, and `_PAUSE_TOKENS` for each request."""
     lost: float = 0.0
-    """Part of what had to come that did not: of the last one, or half of what it was before, whichever is more."""
+    """The part of the KV that did not arrive: for the last request, or half of the value before it, whichever is
+    more."""
     measured_at: float = 0.0
 
 
@@ -199,16 +201,16 @@ class Router:
         caches: PrefixCaches | None = None,
         store: KVStoreConfig | None = None,
     ) -> None:
-        """Without `cache` there are no cached prefixes; None for `caches`: they are estimated. Each host may have a
-        `store`. A replica's device has room for `num_adapters`. `first` rotates the order of equal replicas, so that
-        the processes differ. `clock` returns the time in seconds.
+        """Without `cache`, there are no cached prefixes. `caches` knows the caches; None: they are estimated. `store`
+        is the configuration of a host's KV store, if there is one. A replica's device has room for `num_adapters`.
+        `first` rotates the order of equal replicas, so that API processes differ. `clock` returns the time in seconds.
         """
         self._clock = clock
         self._loads = {number: _ReplicaLoad() for number in replicas}
         self._first = first
         self._placed: dict[str, _PlacedRequest] = {}
         self._links: dict[tuple[str, ...], _Link] = {}
-        """By the store of the prompt and that of the decode."""
+        """By the store of the prompt and the store of the decode."""
         self._max_num_seqs, self._num_adapters = max_num_seqs, num_adapters
         self._block_size = cache.block_size if cache else 0
         self._num_groups = len(cache.groups) if cache else 1
@@ -217,7 +219,7 @@ class Router:
         self._store = store or KVStoreConfig(memory_bytes=0)
         size = self._store.memory_bytes + self._store.disk_bytes
         self._bytes_per_token = size / self._store.num_tokens if self._store.num_tokens else 0.0
-        """Of KV; 0: not known."""
+        """Bytes of KV per token; 0: not known."""
         self._output = self._prompt = _FIRST_GUESS
         """Average tokens of an output, and of a prompt to compute."""
 
@@ -227,8 +229,9 @@ class Router:
         stats: Mapping[int, EngineStats],
         places: Mapping[int, ReplicaPlace] | None = None,
     ) -> int:
-        """Choose a replica for a request, given the replicas' newest stats, and record the request as sent. By default,
-        all have the role "any". `successor` says whether it should continue elsewhere.
+        """Choose a replica for a request, given the replicas' newest stats, and record the request as sent. Without
+        `places`, all replicas have the role "any". Afterwards, `successor` says whether the request continues
+        elsewhere.
         """
         length = len(submit.prompt_token_ids) + len(submit.output_token_ids)
         digest = b"" if submit.adapter is None else submit.adapter.digest
@@ -296,8 +299,7 @@ class Router:
     def _add(
         self, request: EngineCoreRequest, replica: int, hashes: list[Any], pending: int, blocks: int
     ) -> _PlacedRequest:
-        """Record a request as sent to a replica, which has `pending` tokens of it to compute, and allocates
-        `blocks` for it."""
+        """Record a request as sent to a replica, which will compute `pending` tokens and allocate `blocks` for it."""
         load = self._loads[replica]
         placed = _PlacedRequest(
             replica=replica,
@@ -323,7 +325,7 @@ class Router:
         return placed
 
     def successor(self, request_id: str) -> int | None:
-        """Return the replica on which a request should continue after its first token; None: where it is."""
+        """Return the replica on which a request should continue after its first token; None: the same one."""
         return self._placed[request_id].successor
 
     def forget_successor(self, request_id: str) -> None:
@@ -337,8 +339,8 @@ class Router:
         placed.successor = None
 
     def hand_over(self, request_id: str) -> None:
-        """Record that a request was sent to its successor, which finds as much of its KV in the store as of others: of
-        all full blocks, as long as nothing else is known."""
+        """Record that a request was sent to its successor. It is expected to find as much of the KV in the store as for
+        earlier requests; without a measurement, all full blocks."""
         before = self._placed[request_id]
         successor = before.successor
         assert successor is not None
@@ -350,8 +352,8 @@ class Router:
         self._caches.on_placed(successor, placed.hashes, 0)
 
     def on_continued(self, request_id: str, recomputed: int, seconds: float) -> None:
-        """Record that the first output after a hand-over has arrived, so many seconds later, for which this number of
-        tokens of the prompt was computed. It says nothing about the speed of prompts there."""
+        """Record that the first output after a hand-over has arrived, `seconds` later, and that `recomputed` tokens of
+        the prompt were computed for it. This says nothing about the speed of prompts there."""
         if (placed := self._placed.get(request_id)) is not None:
             load, now = self._loads[placed.replica], self._clock()
             part = recomputed / len(placed.request.prompt_token_ids)
@@ -373,8 +375,8 @@ class Router:
             load.output_at = self._clock()
 
     def on_first_token(self, request_id: str, seconds: float) -> None:
-        """Record that a request's first token, or its only output, has arrived, which its replica has computed in so
-        many seconds; 0: not known.
+        """Record that a request's first token, or its only output, has arrived. Its replica has computed it in
+        `seconds`; 0: not known.
         """
         placed = self._placed.get(request_id)
         if placed is None or (num_tokens := self._stop_waiting(request_id, placed)) is None or not seconds:
@@ -399,8 +401,8 @@ class Router:
         self._caches.on_finished(placed.replica, placed.request, placed.hashes, output)
 
     def _stop_waiting(self, request_id: str, placed: _PlacedRequest) -> int | None:
-        """Record that a request does not wait for its first token any more; returns the tokens that were computed for
-        that, and None if it did not wait.
+        """Record that a request no longer waits for its first token; returns the tokens computed for that, or None if
+        it did not wait.
         """
         load, num_tokens = self._loads[placed.replica], placed.pending
         if load.waiting.pop(request_id, None) is None:
@@ -418,7 +420,7 @@ class Router:
             load.seconds = load.tokens = 0.0
 
     def on_reset(self, replica: int) -> None:
-        """Record that a replica has forgotten its prefix cache, as it was told to."""
+        """Record that a replica was told to reset its prefix cache, and has."""
         self._caches.on_reset(replica)
 
     def on_replica_ready(self, replica: int) -> None:
@@ -439,9 +441,9 @@ class Router:
     def _loss(
         self, stores: tuple[str, ...], tokens: int, fastest: float, *, is_measured: bool = False
     ) -> tuple[float, float]:
-        """What a request loses if it is handed over from the host with the first store to that with the second, which
-        lacks so many tokens: the seconds of the pause, and the part of them that is computed again. With `is_measured`,
-        nothing is assumed; `fastest`: seconds per token."""
+        """Return the loss of a request that is handed over from the first store to the second, which lacks `tokens` of
+        it: the pause in seconds, and the part of these tokens that is computed again. With `is_measured`, only
+        measurements count. `fastest`: seconds per token of the fastest replica."""
         if stores[0] == stores[1]:
             return 0.0, 0.0
         link = self._links.get(stores)
@@ -455,7 +457,7 @@ class Router:
         return pause, lost
 
     def _have_space(self, stores: Collection[str], length: int) -> bool:
-        """Whether KV stores have room for a prompt, beside the prompts that were handed over and wait."""
+        """Whether KV stores have room for a prompt beside the prompts that were handed over and still wait."""
         waiting = [each for load in self._loads.values() for each in load.waiting.values() if each.stored]
         stored = max(sum(each.stored for each in waiting if store in each.stores) for store in stores)
         return not stored or not self._store.num_tokens or stored + length <= self._store.num_tokens
@@ -499,8 +501,8 @@ class Router:
         }
 
     def _has_room(self, replica: int, missing: int, stats: EngineStats) -> bool:
-        """Whether a replica has blocks for a request. Those of requests that have no token yet count twice once the
-        replica has allocated them: for their prompt, or for what it loads of one that it expects."""
+        """Whether a replica has blocks for a request. Blocks of requests without a token count twice once the replica
+        has allocated them, for the prompt or for the load of an expected request."""
         total = stats.kv_blocks or self._num_blocks
         if not total:
             return True

@@ -15,12 +15,12 @@ router = APIRouter()
 async def reset_prefix_cache(
     state: AppState, reset_running_requests: bool = False, reset_external: bool = False
 ) -> Response:
-    """Let no later request use what the prefix caches of all replicas have now, nor with `reset_external=true` what the
-    [KV stores](../guides/kv-tiers.md) of their hosts have in memory and on disk. Running requests go on, and do not
-    prevent it: `reset_running_requests` has no effect.
+    """Empty the prefix caches of all replicas for later requests, and with `reset_external=true` also the [KV
+    stores](../guides/kv-tiers.md) of their hosts, in memory and on disk. Running requests continue and do not prevent
+    it: `reset_running_requests` has no effect.
 
-    Needs an admin key. On a server without keys, clients must be on its host, and no other web pages. `success` is
-    false if something was not forgotten, as `error` says.
+    Needs an admin key. On a server without keys, clients must be on its host, and no other web pages. If something
+    could not be emptied, `success` is false and `error` says why.
     """
     error = await state.frontend.reset_prefix_cache(resets_stores=reset_external)
     return json_response({"success": not error} | ({"error": error} if error else {}))
