@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -106,6 +107,16 @@ def quire_log() -> Iterator[None]:
     logger.handlers[:] = handlers
     logger.setLevel(level)
     logger.propagate = propagate
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    """A port of this host that nobody listens on. It is given to nobody else during the test, and programs that set
+    SO_REUSEADDR can listen on it."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield reserved.getsockname()[1]
 
 
 @pytest.hookimpl(optionalhook=True)

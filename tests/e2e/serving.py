@@ -32,16 +32,25 @@ class Server:
         parent = psutil.Process(self.process.pid)
         return [parent, *parent.children(recursive=True)]
 
+    def all_named(self, name: str) -> dict[psutil.Process, int]:
+        """Its processes with this name, quire-core, quire-rank-0, …, and the number of the parent of each."""
+        named: dict[psutil.Process, int] = {}
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                if process.name() == name:
+                    named[process] = process.ppid()
+        return named
+
     def named(self, name: str) -> psutil.Process:
-        """One of its processes: quire-core, quire-rank-0, …"""
-        named = [process for process in self.family() if process.name() == name]
+        """The one with this name."""
+        named = self.all_named(name)
         # What a process starts is a copy of it at first, with its name.
-        (process,) = (process for process in named if process.ppid() not in {each.pid for each in named})
+        (process,) = (process for process, parent in named.items() if parent not in {each.pid for each in named})
         return process
 
     def metrics(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples with these labels."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)

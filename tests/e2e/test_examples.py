@@ -28,7 +28,8 @@ from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.environments import OWN_ENVIRONMENT, environment, run
 from tests.e2e.serving import Server, quire, serve
 from tests.e2e.test_openai import COMMAND
-from tests.e2e.test_replicas import free_port, until
+from tests.e2e.test_replicas import free_port
+from tests.fakes.waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRITON = "nvidia-pytriton==0.7.0"

@@ -17,7 +17,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.engine.core.launch import reserve_ports, socket_port
 from tests.e2e.serving import Server, quire, serve
-from tests.e2e.test_replicas import free_port, run, until
+from tests.e2e.test_replicas import free_port, run
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20))

@@ -6,8 +6,7 @@ import base64
 import io
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from quire import LLM
 from quire.engine.protocol.errors import ConfigError
 from tests.e2e.serving import Server, serve
 from tests.fakes.vision import write_qwen2_vl
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow
 MEDIA = "the media process is being restarted"
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    flags = ("--device", "cpu", "--dtype", "float32", "--watchdog-seconds", "3", "--api-server-count", "2")
+    flags = ("--device", "cpu", "--dtype", "float32", "--watchdog-seconds", "5", "--api-server-count", "2")
     with serve(str(folder), *flags, "--mm-processor-kwargs", '{"max_pixels": 50176}') as server:
         yield server
     assert not any("Warning" in line for line in server.lines), "libraries do not write to the log"
@@ -56,16 +56,10 @@ def image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Return when it holds; otherwise the test hangs."""
-    while not condition():
-        time.sleep(0.02)
-
-
 def counts(server: Server) -> dict[str, float]:
     """Images by result, and the bytes in the cache."""
     found = {}
-    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=60).text):
         for sample in family.samples:
             if sample.name == "quire:media_cache_bytes":
                 found["bytes"] = sample.value
@@ -81,7 +75,10 @@ def health(server: Server) -> Any:
 def test_items_are_counted_and_the_page_knows_what_the_model_takes(server: Server) -> None:
     red = image(picture("red"))
     assert ask(server, red).status_code == 200
-    assert httpx.get(f"{server.url}/ui/state").json()["media"] == {"kinds": ["image", "video"], "problem": None}
+    assert httpx.get(f"{server.url}/ui/state", timeout=60).json()["media"] == {
+        "kinds": ["image", "video"],
+        "problem": None,
+    }
     assert ask(server, red, red).status_code == 200
     refused = ask(server, image("data:image/png;base64,AAAA"))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].content[0].image_url")
@@ -97,13 +94,20 @@ def test_a_media_process_that_dies_or_hangs_is_replaced(server: Server, number: 
     process = server.named("quire-media")
     children = process.children(recursive=True)
     os.kill(process.pid, number)
-    until(lambda: health(server) == {"status": "ok", "media": MEDIA})
+    until(
+        lambda: (
+            health(server) == {"status": "ok", "media": MEDIA}
+            or any(
+                each not in (process, *children) for each in server.all_named("quire-media")
+            )  # it is up again already
+        )
+    )
     assert ask(server, text).status_code == 200
     failed = ask(server, green, text)
     if failed.status_code != 200:  # it is not up again already
         assert (failed.status_code, failed.json()["error"]["code"]) == (503, "media_unavailable")
         assert "retry-after" in failed.headers
-    until(lambda: health(server) == {"status": "ok"})
+    until(lambda: health(server) == {"status": "ok"}, seen=lambda: health(server))
     assert ask(server, green, text).json()["choices"] == first
     until(lambda: not any(each.is_running() for each in children))
 
@@ -112,7 +116,7 @@ def test_decoding_holds_up_nobody_else(server: Server) -> None:
     """While the decoders stand still, texts and known pictures are answered."""
     text, known, new = {"type": "text", "text": "hello"}, image(picture("white")), image(picture("black"))
     assert ask(server, known).status_code == 200
-    decoders = [each for each in server.family() if each.name() == "quire-decoder"]
+    decoders = [*server.all_named("quire-decoder")]
     assert min(each.nice() for each in decoders) > server.named("quire-core").nice()
     with ThreadPoolExecutor() as threads:
         for each in decoders:

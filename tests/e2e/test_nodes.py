@@ -25,9 +25,9 @@ import zmq
 
 from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import quire, serve
-from tests.e2e.test_replicas import until
 from tests.fakes.namespaces import Command, Host
 from tests.fakes.namespaces import hosts as hosts
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from tests.e2e.serving import quire
-from tests.e2e.test_replicas import KEY, answers, listed, states, streams, until
+from tests.e2e.test_replicas import KEY, answers, listed, states, streams
 from tests.e2e.test_replicas import expected as expected
 from tests.fakes.namespaces import Command, Host, switched_hosts
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow
 

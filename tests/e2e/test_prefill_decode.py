@@ -18,7 +18,8 @@ import httpx
 import pytest
 
 from tests.e2e.serving import Server, quire, serve
-from tests.e2e.test_replicas import free_port, run, until
+from tests.e2e.test_replicas import free_port, run
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", str(32 << 20), "--max-num-seqs", "16")
@@ -183,7 +184,7 @@ def test_prompts_on_one_host_and_decodes_on_another(expected: tuple[list[Any], l
 
     def until_peers(prefill: str) -> None:
         """Until both stores read from each other, and the replicas are up."""
-        until(lambda: all(server.metrics("kv_store_peers_up", host=each) == 1 for each in (prefill, "127.0.0.3")), 120)
+        until(lambda: all(server.metrics("kv_store_peers_up", host=each) == 1 for each in (prefill, "127.0.0.3")))
         until(lambda: server.metrics("replicas", state="up") == 2)
 
     with contextlib.ExitStack() as hosts:
@@ -226,7 +227,7 @@ def test_roles_change_while_requests_run_in_several_layouts(expected: tuple[list
                 {"data_parallel_size": 3, "prefill_replicas": 2},
             )
         ):
-            until(lambda number=number: sum(len(stream.tokens) for stream in streams) >= 100 * number, 240)
+            until(lambda number=number: sum(len(stream.tokens) for stream in streams) >= 100 * number, 240)  # type: ignore[misc]
             admin = {"Authorization": "Bearer secret"}
             assert httpx.post(f"{server.url}/replicas", json=body, headers=admin).status_code == 202
         assert [stream.all() for stream in streams] == expected[1]

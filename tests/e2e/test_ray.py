@@ -25,8 +25,9 @@ import pytest
 
 from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import quire, serve
-from tests.e2e.test_replicas import streams, until
+from tests.e2e.test_replicas import streams
 from tests.fakes.namespaces import Command, Host, two_hosts
+from tests.fakes.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

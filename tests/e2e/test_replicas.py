@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import Server, quire, serve
 from tests.fakes.families import CASES, SIZES, write_model
 from tests.fakes.namespaces import Command, Host, hosts
+from tests.fakes.waiting import until
 
 __all__ = ["hosts"]  # the fixture
 
@@ -89,14 +89,6 @@ async def streams(url: str, disturb: object) -> list[str]:
     return await asyncio.gather(*tasks)
 
 
-def until(condition: object, seconds: float = 60.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that in time"
-        time.sleep(0.1)
-
-
 def serves_again(server: Server, replica: str) -> int:
     """Number of times that the replica has come back."""
     return sum(f"replica {replica} is up again" in line for line in server.lines)
@@ -134,7 +126,7 @@ def test_two_replicas_answer_as_one_and_stand_in_for_each_other(expected: tuple[
         assert answers(server.url) == expected[0]
         for victim in ("quire-core-1", "quire-core-0"):  # the first has come back when the second goes
             assert asyncio.run(streams(server.url, server.named(victim).kill)) == expected[1]
-            until(lambda victim=victim: serves_again(server, victim[-1]))
+            until(lambda victim=victim: serves_again(server, victim[-1]))  # type: ignore[misc]
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
@@ -299,7 +291,7 @@ def test_a_host_that_joins_later(hosts: tuple[Host, Host], expected: tuple[list[
     join = quire("serve", *where, "--data-parallel-start-rank", "3", "--data-parallel-size-local", "2", "--headless")
     with one.inside():
         other = two.start(*join, **token)
-        until(lambda: states(url) == {0: "up", 3: "up", 4: "up"}, 120)
+        until(lambda: states(url) == {0: "up", 3: "up", 4: "up"}, seen=lambda: states(url))
         assert [each["host"] for each in listed(url)] == [one.address, two.address, two.address]
         here = api.named("quire-core").pid
 
@@ -309,7 +301,7 @@ def test_a_host_that_joins_later(hosts: tuple[Host, Host], expected: tuple[list[
         assert api.named("quire-core").pid == here
         assert "lost" not in api.text
         again = two.start(*join, "--shutdown-timeout", "0", **token)
-        until(lambda: states(url) == {0: "up", 3: "up", 4: "up"}, 120)
+        until(lambda: states(url) == {0: "up", 3: "up", 4: "up"}, seen=lambda: states(url))
         assert asyncio.run(streams(url, again.named("quire-replicas").terminate)) == expected[1]
         assert again.wait(60) == 0
         assert "error" not in again.text.lower()

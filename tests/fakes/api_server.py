@@ -29,6 +29,7 @@ from quire.server.text.tokenizer import Tokenizer
 from tests.fakes import fake_core
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import write_model
+from tests.fakes.waiting import until_async
 
 if TYPE_CHECKING:
     from quire.server.http.tracing import Tracing
@@ -56,22 +57,14 @@ class Server:
         return await self.frontend.input_processor.tokenize_chat(ChatInput(messages=messages), None, None)
 
     async def until_idle(self) -> None:
-        """Return when the core has reported that it runs nothing; otherwise the test hangs."""
-        while self.frontend.metrics.of(0).running or not self.frontend.metrics.of(0).steps:
-            await asyncio.sleep(0.01)
+        """Return when the core has reported that it runs nothing."""
+        metrics = self.frontend.metrics.of
+        await until_async(lambda: metrics(0).steps and not metrics(0).running, seen=lambda: metrics(0))
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture

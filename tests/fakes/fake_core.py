@@ -4,9 +4,10 @@ It answers a request with the prompt's own tokens, one a step, and the end-of-se
 starts over until `max_tokens`. Special tokens in the prompt (tests.fakes.tokenizers.COMMANDS) are not echoed but
 obeyed. It is a thread (`start`) or a process of its own (`start_process`). The mode `dead` reports a death instead
 of starting, `loading` never gets ready, `stubborn` gets ready and then does nothing, nor does it stop; `lingering`
-reports a death then and does not end; `one at a time` lets the others wait; `slow` takes 10 ms for a step. For a model
-that embeds, the vector of a prompt is `vector` of its tokens. With an adapter, an answer begins with `adapter_token`,
-and then with the token from which on the adapter changes the prompt.
+reports a death then and does not end; `one at a time` lets the others wait; `slow` takes 10 ms for a step; `held until
+PATH` lets requests that have got `HELD_AT` tokens wait until this file exists. For a model that embeds, the vector of a
+prompt is `vector` of its tokens. With an adapter, an answer begins with `adapter_token`, and then with the token from
+which on the adapter changes the prompt.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import Failed, FromProcess, Heartbeat, Ready, Shutdown, ToProcess
 from tests.fakes.outputs import prompt_logprobs
 
+HELD_AT = 10
 MAX_PINNED = 2
 MAX_MODEL_LEN = 128
 EOS = 2
@@ -139,6 +141,8 @@ class FakeCore:
         """Minimum duration of a step."""
         self.width: int | None = None
         """Requests that run at once; None: all."""
+        self.gate: Path | None = None
+        """Requests get `HELD_AT` tokens until this file exists."""
         self.size = 0
         """Numbers in a vector; 0: text is generated."""
         self.context = zmq.Context()
@@ -301,6 +305,8 @@ class FakeCore:
                     request.request_id, [], prompt_logprobs=self.score(chunk, params.prompt_logprobs)
                 )
         for count, token in itertools.islice(enumerate(tokens, 1), len(request.output_token_ids), None):
+            while count > HELD_AT and self.gate is not None and not self.gate.exists():
+                yield EngineCoreOutput(request.request_id, [])
             is_stop = (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
             reason: FinishReason | None = "stop" if is_stop else "length" if count == limit else None
             logprobs = None
@@ -346,6 +352,8 @@ def serve(args: CoreArgs, mode: str, channel: Connection[bytes, bytes], killed: 
     core = FakeCore(args, channel)
     core.width = 1 if mode == "one at a time" else None
     core.milliseconds = 10 if mode == "slow" else 1
+    if mode.startswith("held until "):
+        core.gate = Path(mode.removeprefix("held until "))
     pooling = args.config.model.pooling
     core.size = pooling.size if pooling is not None else 0
     try:

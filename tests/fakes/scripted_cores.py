@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
 from quire.engine.core.launch import Endpoints
@@ -28,6 +29,7 @@ from quire.engine.protocol.supervision import ReplicaLost, ReplicaUp
 from quire.server.client.engine_client import EngineClient
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import OutputStream
+from tests.fakes.waiting import until_async
 
 LONG = SamplingParams(max_tokens=100, ignore_eos=True)
 
@@ -37,12 +39,6 @@ def endpoints(folder: Path, replicas: int, clients: int = 1) -> Endpoints:
         {number: f"ipc://{folder}/requests-{number}" for number in range(replicas)},
         tuple(f"ipc://{folder}/responses-{number}" for number in range(clients)),
     )
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait until it is true; otherwise the test hangs."""
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 async def whole(stream: OutputStream) -> EngineCoreOutput:
@@ -79,7 +75,7 @@ class Script:
 
     async def hear(self, kind: Any) -> Any:
         """The next message, which is of this kind."""
-        await until(lambda: self._requests.poll(0))
+        await until_async(lambda: self._requests.poll(0))
         decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
         message = decoder.decode(self._requests.recv())
         assert isinstance(message, kind), message
@@ -123,10 +119,14 @@ class Scripted:
 
     def check_silence(self, core: Script, seconds: float) -> None:
         """Let the client look for silent replicas: nothing has come from this core for so long, but from the others."""
+        now, silence = self.client.loop.time(), self.client._silence
+        assert silence is not None
+        silence.checked_at = now  # however long the test has taken
         for replica in self.client._replicas.values():
-            replica.is_silent = False  # however long the test has taken
-            replica.heard_at = self.client.loop.time() - seconds * (replica.number == core.replica)
-        self.client._check_silence()
+            replica.is_silent, replica.heard_at = False, now - seconds * (replica.number == core.replica)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.client.loop, "time", lambda: now)
+            self.client._check_silence()
         stop_checks(self.client)
 
     async def of(self, request_id: str) -> Script:

@@ -1,5 +1,5 @@
 """A server with a fake core behind it."""
 
-from tests.fakes.api_server import config, core_mode, free_port, model_folder, server
+from tests.fakes.api_server import config, core_mode, model_folder, server
 
-__all__ = ["config", "core_mode", "free_port", "model_folder", "server"]
+__all__ = ["config", "core_mode", "model_folder", "server"]

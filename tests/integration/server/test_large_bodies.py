@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 
@@ -23,9 +24,11 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 def workers() -> Iterator[psutil.Process]:
     """The forks that have consumed processor time, and so work on a body."""
     for helper in psutil.Process().children():
-        for fork in helper.children() if helper.status() != psutil.STATUS_ZOMBIE else ():
-            if sum(fork.cpu_times()[:2]) >= 0.05:
-                yield fork
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            for fork in helper.children() if helper.status() != psutil.STATUS_ZOMBIE else ():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if sum(fork.cpu_times()[:2]) >= 0.05:
+                        yield fork
 
 
 async def says(server: Server, **fields: object) -> httpx.Response:

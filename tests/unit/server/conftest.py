@@ -6,10 +6,10 @@ import pytest
 
 from quire.server.http import large_bodies
 from quire.server.text import structured_outputs, template_renderer
-from tests.fakes.api_server import config, core_mode, free_port, model_folder, server
+from tests.fakes.api_server import config, core_mode, model_folder, server
 from tests.fakes.sandbox import InProcessSandbox
 
-__all__ = ["config", "core_mode", "free_port", "model_folder", "server"]
+__all__ = ["config", "core_mode", "model_folder", "server"]
 
 
 @pytest.fixture(autouse=True)

@@ -138,9 +138,10 @@ def mapped_segments(tp: CpuParallel) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
+    """Under the name of its segments. (Other processes have files and folders in shared memory, too.)"""
     before = set(os.listdir("/dev/shm"))
     yield
-    assert {name for name in os.listdir("/dev/shm") if "quire" in name} <= before
+    assert {name for name in os.listdir("/dev/shm") if "quire-collectives" in name} <= before
 
 
 needs_compiler = pytest.mark.usefixtures("_compiled")
@@ -204,7 +205,8 @@ def wait_for_one(tp: CpuParallel) -> float:
     return tp.waited
 
 
-def wait_where_it_does_not_count(tp: CpuParallel) -> float:
+def wait_where_it_does_not_count(tp: CpuParallel) -> tuple[float, float]:
+    """The waiting that counts, and all communication, in seconds."""
     before, spent = tp.waited, tp.spent
     tp.begin_step()
     if tp.rank == 1:
@@ -213,8 +215,7 @@ def wait_where_it_does_not_count(tp: CpuParallel) -> float:
     if tp.rank == 0:
         time.sleep(0.05)
     tp.broadcast(torch.ones(2))
-    assert tp.spent - spent > 0.03 * (tp.rank != 1), "waiting is communication there, too"
-    return tp.waited - before
+    return tp.waited - before, tp.spent - spent
 
 
 @needs_compiler
@@ -229,7 +230,14 @@ def test_the_rank_for_which_others_wait_waits_least(unprepared: tuple[int, ...],
         else:
             pytest.fail(f"seconds that each has waited: {waited}")
         if not unprepared:  # the last sum may still run when gloo's broadcast begins
-            assert everywhere(started, wait_where_it_does_not_count) == [0.0] * 3
+            for _ in range(9):
+                found = everywhere(started, wait_where_it_does_not_count)
+                assert [waited for waited, _ in found] == [0.0] * 3
+                spent = [seconds for _, seconds in found]
+                if min(spent[0], spent[2]) > 0.03:
+                    break
+            else:
+                pytest.fail(f"waiting is communication there, too; seconds of it: {spent}")
 
 
 class _SlowTower(Tower):

@@ -28,6 +28,12 @@ def grid(tp: int, pp: int) -> ParallelConfig:
     )
 
 
+def limit_collectives(seconds: float) -> None:
+    """From now on. Ranks may have taken longer to start."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def test_a_world_of_one_starts_no_process_group() -> None:
     links = connect(grid(1, 1), 0, None, CPU)
     assert not dist.is_initialized()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.synchronize import Event
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,8 @@ def test_what_is_expected_arrives_while_a_stage_computes(tmp_path: Path) -> None
     assert [process.exitcode for process in processes] == [0, 0]
 
 
-def encode_and_send(folder: str, limit: timedelta) -> None:
+def encode_and_send(folder: str, started: Barrier, limit: timedelta) -> None:
+    started.wait(60)  # as the limit is also that of joining
     links = connect(grid(1, 2), 0, f"file://{folder}/rendezvous", CPU, limit)
     time.sleep(2 * limit.total_seconds())
     links.pipeline.send(torch.full((2, 8), 7.0))
@@ -103,7 +104,8 @@ def encode_and_send(folder: str, limit: timedelta) -> None:
     links.close()
 
 
-def receive_patiently(folder: str, limit: timedelta) -> None:
+def receive_patiently(folder: str, started: Barrier, limit: timedelta) -> None:
+    started.wait(60)
     links = connect(grid(1, 2), 1, f"file://{folder}/rendezvous", CPU, limit)
     assert links.pipeline.receive((2, 8), torch.float32, is_patient=True).eq(7.0).all()
     links.close()
@@ -111,7 +113,8 @@ def receive_patiently(folder: str, limit: timedelta) -> None:
 
 def test_a_stage_that_encodes_may_take_longer_than_messages(tmp_path: Path) -> None:
     targets, limit = (encode_and_send, receive_patiently), timedelta(seconds=1)
-    processes = [CONTEXT.Process(target=target, args=(str(tmp_path), limit)) for target in targets]
+    arguments = (str(tmp_path), CONTEXT.Barrier(2), limit)
+    processes = [CONTEXT.Process(target=target, args=arguments) for target in targets]
     for process in processes:
         process.start()
     for process in processes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire.engine.distributed import watchdog
+from quire.engine.distributed import pipeline, watchdog
 from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.watchdog import PendingCollective, parse_pending, watch
 from tests.fakes.processes import CONTEXT
-from tests.integration.engine.distributed.test_parallel_state import CPU, grid
+from tests.integration.engine.distributed.test_parallel_state import CPU, grid, limit_collectives
 
-TIMEOUT = 1.0
+START, TIMEOUT = 60.0, 1.0
 Work = Callable[[ParallelState], Any]
 
 
@@ -30,7 +31,7 @@ def serve(rank: int, tp: int, pp: int, init_method: str, work: Work | None, pipe
     torch.set_num_threads(1)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
     watchdog._GRACE_SECONDS = 0.5
-    links = connect(grid(tp, pp), rank, init_method, CPU, timedelta(seconds=TIMEOUT))
+    links = connect(grid(tp, pp), rank, init_method, CPU, timedelta(seconds=START))
     if work is not None:
         try:
             pipe.send(work(links))
@@ -62,17 +63,42 @@ def without_last(folder: Path, tp: int, pp: int, work: Work) -> list[Any]:
             process.join()
 
 
+class GraceTime:
+    """Replaces the clock of `missing_ranks`: the time is over once both ranks have said that they wait."""
+
+    def __init__(self) -> None:
+        self._has_heard = False
+
+    def monotonic(self) -> float:
+        store, has_heard = dist.distributed_c10d._get_default_store(), self._has_heard
+        self._has_heard = store.check(["quire-waits-0", "quire-waits-1"])
+        return 1e9 * has_heard
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
 def all_reduce(links: ParallelState) -> None:
+    limit_collectives(TIMEOUT)
+    watchdog.time = GraceTime()  # type: ignore[assignment,attr-defined]
     links.tp.all_reduce(torch.ones(3, 4))
 
 
 def broadcast(links: ParallelState) -> None:
+    limit_collectives(TIMEOUT)
+    watchdog.time = GraceTime()  # type: ignore[assignment,attr-defined]
     for _ in range(2):  # rank 0 would be done with the first before it left
         links.tp.broadcast(torch.ones(2))
         links.tp.all_gather(torch.ones(5))
 
 
 def receive_from_next(links: ParallelState) -> None:
+    wait = pipeline._wait  # for messages, gloo's limit is that of the start
+
+    def wait_less(work: dist.Work, what: str, message: torch.Tensor, limit: timedelta | None = None) -> None:
+        wait(work, what, message, timedelta(seconds=TIMEOUT))
+
+    pipeline._wait = wait_less
     links.pipeline.stage, links.pipeline._previous = 1, 1
     links.pipeline.receive((2, 8), torch.float32)
 
@@ -85,6 +111,7 @@ def timeouts(links: ParallelState) -> list[float]:
 def watched(links: ParallelState) -> str:
     """The report on a sum that the host has launched and does not wait for, as with NCCL."""
     reports: SimpleQueue[str] = SimpleQueue()
+    limit_collectives(TIMEOUT)
     look = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 (gloo's, which has no type)
     watch(TIMEOUT / 4, reports.put, lambda: parse_pending(look(True, True)))
     dist.all_reduce(torch.ones(7, 2), async_op=True)
@@ -111,7 +138,7 @@ def test_the_stage_that_sends_nothing_is_named(tmp_path: Path) -> None:
 
 def test_the_timeout_reaches_every_group(tmp_path: Path) -> None:
     first, second, third = without_last(tmp_path, 2, 2, timeouts)
-    assert first == second == third == [TIMEOUT] * 2  # the whole grid's, and the stage's
+    assert first == second == third == [START] * 2  # the whole grid's, and the stage's
 
 
 def test_what_a_device_waits_for_is_reported(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import socket
 import threading
-import time
 
 import pytest
 import zmq
@@ -76,7 +75,7 @@ def test_ranks_of_another_host_write_and_read(monkeypatch: pytest.MonkeyPatch) -
         core.parents |= parents(links)
         core.offer(links)
         core.wait(lambda: bool(core.grants))
-        link = ArenaLink(remote, 1, TOKEN)
+        link = ArenaLink(remote, 1, TOKEN, clock=lambda: 0.0)
         stack.callback(link.close)
         grants = [(entry.kind, offset) for offset, entry in core.grants.items()]
         expected = [content(entry, core.kinds[entry.kind].size) for entry in core.grants.values()]
@@ -102,9 +101,7 @@ def test_ranks_of_another_host_write_and_read(monkeypatch: pytest.MonkeyPatch) -
         host.process.kill()
         host.end()
         assert "did not answer" in link.copy(asked[:1], is_store=False)[0]
-        begun = time.monotonic()
         assert link.copy(asked[:1], is_store=False) == {0: "it has been late"}
-        assert time.monotonic() - begun < 0.3
         host.start()
         again, moved = host.connect()
         stack.callback(again.close)

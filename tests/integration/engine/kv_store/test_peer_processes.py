@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +17,7 @@ from quire.engine.kv_store.launch import KVStoreArgs, start_kv_store
 from quire.engine.protocol.kv_store import MEMORY, NO_TIER, PEER, KVEntry
 from quire.engine.protocol.supervision import Failed, Ready, UseKVPeers
 from tests.fakes.kv_store import chain, parents
+from tests.fakes.waiting import until
 from tests.integration.engine.kv_store.test_process import StoreUnderTest, ZmqCore
 
 
@@ -49,6 +50,33 @@ def ports() -> Iterator[list[int]]:
         each.close()
 
 
+def until_found(core: ZmqCore, links: list[bytes]) -> None:
+    """Look up a chain until the peer has answered in time that it has all of it."""
+    tiers = list[list[int]]()
+
+    def are_found() -> bool:
+        tiers[:] = core.tiers(links)
+        return tiers == [[PEER] * len(links)] * len(core.kinds)
+
+    until(are_found, seen=lambda: tiers)
+
+
+def load_all(core: ZmqCore, entries: list[KVEntry]) -> None:
+    """Load entries from a peer, and again those for which it was late, once a look-up has found them there again."""
+    late, links = entries, [*dict.fromkeys(entry.link for entry in entries)]
+
+    def are_loaded() -> bool:
+        nonlocal late
+        core.tiers(links)
+        call = core.load(late)
+        core.wait(lambda: len(core.loaded[call]) == len(late))
+        late = [late[number] for number, offset in core.loaded[call].items() if offset is None]
+        core.release(call)
+        return not late
+
+    until(are_loaded, seen=lambda: f"{len(late)} entries are late")
+
+
 def test_stores_read_from_each_other(ports: list[int]) -> None:
     """One with another token has no part in it, and one that was killed is gone."""
     config, token = resolve(EngineOptions(device="cpu", max_model_len=256, max_num_seqs=4)), "a token of hosts"
@@ -71,32 +99,41 @@ def test_stores_read_from_each_other(ports: list[int]) -> None:
         first.store_all(links)
         first.wait_for_stats(lambda stats: stats.memory_bytes == stats.stored_bytes > 0)
         entries = [KVEntry(link, kind) for link in links for kind in range(len(first.kinds))]
-        assert second.tiers(links) == [[PEER] * 200] * len(first.kinds)
-        second.load_all(entries)
+        until_found(second, links)
+        load_all(second, entries)
         stats = second.wait_for_stats(lambda stats: stats.loaded_peer_bytes > 0)
         assert stats.loaded_peer_bytes == 200 * sum(kind.size for kind in first.kinds)
         count = stats.loaded_peer_bytes
-        first.wait_for_stats(lambda stats: stats.sent_peer_bytes == count)
+        first.wait_for_stats(lambda stats: stats.sent_peer_bytes >= count)
         assert stranger.tiers(links)[0] == [NO_TIER] * 200
         assert stranger.wait_for_stats(lambda stats: stats.peers == 1).peers_up == []
 
         later = chain(*range(200, 220))
         second.store_all(later)
         second.wait_for_stats(lambda stats: stats.stored_bytes > 0)
-        assert first.tiers(later)[0] == [PEER] * 20
-        soon = chain(*range(100, 150))
-        second.parents |= parents(soon)
-        call = second.load([KVEntry(link, 0) for link in soon], waits=True, peer=f"127.0.0.1:{ports[0]}")
-        first.store_all(soon[:20])
-        second.wait(lambda: len(second.loaded[call]) == 20)
-        first.store_all(soon)
-        second.wait(lambda: len(second.loaded[call]) == 50)
-        assert None not in second.loaded[call].values()
-        second.release(call)
+        until_found(first, later)
+        num_failed = first.wait_for_stats(lambda stats: True).failed_peers
+        begins = itertools.count(100, 50)
+
+        def are_loaded_soon() -> bool:
+            soon = chain(*range(begin := next(begins), begin + 50))
+            second.parents |= parents(soon)
+            call = second.load([KVEntry(link, 0) for link in soon], waits=True, peer=f"127.0.0.1:{ports[0]}")
+            first.store_all(soon[:20])
+            second.wait(lambda: len(second.loaded[call]) >= 20)
+            first.store_all(soon)
+            second.wait(lambda: len(second.loaded[call]) == 50)
+            loaded = second.loaded[call].values()
+            second.release(call)
+            return None not in loaded
+
+        until(are_loaded_soon)  # the peer may have been late
         stores[1].send(UseKVPeers(()))
-        assert second.wait_for_stats(lambda stats: not stats.peers_up).peers == 0
+        assert second.wait_for_stats(lambda stats: stats.peers == 0).peers_up == []
         stores[1].send(UseKVPeers((f"127.0.0.1:{ports[0]}",)))
-        second.wait_for_stats(lambda stats: stats.peers_up == [f"127.0.0.1:{ports[0]}"])
+        stats = second.wait_for_stats(lambda stats: stats.peers_up == [f"127.0.0.1:{ports[0]}"])
+        num_failed += stats.failed_peers
+        assert num_failed <= 2, "peers are late only while the machine is busy"
         assert stores[1].process is not None
         stores[1].process.kill()
         assert first.tiers(chain(*range(220, 240)))[0] == [NO_TIER] * 20
@@ -118,8 +155,7 @@ def test_a_port_that_the_server_before_has_is_waited_for(ports: list[int]) -> No
         store.start()
         assert isinstance(store.hear(), Ready)
         other.close()
-        while client.connect_ex(("127.0.0.1", ports[0])):
-            time.sleep(0.02)
+        until(lambda: client.connect_ex(("127.0.0.1", ports[0])) == 0)
     store.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,8 +42,10 @@ class ZmqCore(StoreCore):
 
     def wait(self, until: Callable[[], bool]) -> None:
         """Receive messages until something holds."""
+        deadline = time.monotonic() + SECONDS
         while not until():
-            assert self._socket.poll(SECONDS * 1000), "the store is silent"
+            left = max(0.0, deadline - time.monotonic())  # the store tells its stats every second
+            assert self._socket.poll(int(left * 1000)), f"it has not come to that; last: {self.received[-1:]}"
             self.receive(self._decode(self._socket.recv()))
 
     def wait_for_stats(self, is_right: Callable[[KVStoreStats], bool]) -> KVStoreStats:

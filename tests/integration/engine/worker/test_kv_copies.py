@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +35,7 @@ from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.families import write
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.threads import ThreadExecutor
+from tests.fakes.waiting import until
 
 Entries = dict[tuple[bytes, int], npt.NDArray[np.uint8]]
 """The bytes of entries, by their links and kinds."""
@@ -214,8 +214,7 @@ def test_an_arena_whose_store_has_ended_is_not_kept(copies: Any) -> None:
     assert name in Path("/proc/self/maps").read_text()
     del arena.memory
     made.begin(KVCopyPlan(""))
-    while name in Path("/proc/self/maps").read_text():
-        time.sleep(0.001)
+    until(lambda: name not in Path("/proc/self/maps").read_text())
     made.begin(KVCopyPlan(arena.path + "0", stores=[KVCopy(1, 0, 0, [3])]))  # of a process with the same number
     assert ends.get(timeout=60) == KVCopied(0, [1], [1])
     arena.close()
@@ -235,13 +234,6 @@ def test_loads_come_before_stores(copies: Any, tmp_path: Path) -> None:
     assert [ends.get(timeout=60).numbers for _ in range(2)] == [[2, 3], [1]]
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_what_a_step_computes_is_copied_layer_by_layer(copies: Any, tmp_path: Path) -> None:
     """Beside the step; it is reported when all of it has been copied."""
     made, ends, _ = copies
@@ -257,18 +249,18 @@ def test_what_a_step_computes_is_copied_layer_by_layer(copies: Any, tmp_path: Pa
     for number in range(3):
         on_layer(number)
     half = b"".join(whole[at : at + size // 2] + bytes(size // 2) for at in (0, size))  # three of six layers
-    wait_until(lambda: arena.read_bytes() == half)
+    until(lambda: arena.read_bytes() == half)
     assert ends.empty()
     for number in range(3, 6):
         on_layer(number)
-    wait_until(lambda: arena.read_bytes() == whole)  # before a drafter runs
+    until(lambda: arena.read_bytes() == whole)  # before a drafter runs
     assert ends.empty()
     made.end_step()
     assert ends.get(timeout=60) == KVCopied(0, [0, 1])
     assert arena.read_bytes() == whole
     on_layer = made.begin(KVCopyPlan(str(tmp_path / "none"), step_stores=entries[:1]))
     on_layer(0)
-    wait_until(lambda: bool(made._failed))
+    until(lambda: made._failed)
     made.end_step()
     assert ends.get(timeout=60) == KVCopied(0, [0], [0])
     assert not made._failed

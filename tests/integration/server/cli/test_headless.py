@@ -33,6 +33,7 @@ from quire.server.config.server_options import ServerOptions
 from quire.server.serving.frontend import Frontend
 from quire.server.text.inputs import GenerationInput
 from tests.fakes import fake_core
+from tests.fakes.waiting import until
 
 
 @pytest.fixture
@@ -172,12 +173,6 @@ def test_a_dead_core_that_does_not_end_is_killed(
     assert running.result.result(30) is None
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until it holds; otherwise the test hangs."""
-    while not condition():
-        threading.Event().wait(0.02)
-
-
 def test_what_cannot_be_loaded_ends_the_host(
     config: EngineConfig, cores: SimpleQueue[tuple[int, int]], run: Callable[..., Running], tmp_path: Path
 ) -> None:
@@ -196,7 +191,7 @@ def test_coupled_replicas_end_together(
     caplog.set_level("INFO", "quire")
     running = run(spread(config, 0, 2, is_coupled=True), Alone(tmp_path))
     first = dict(cores.get(timeout=20) for _ in range(2))
-    wait_for(lambda: "replica 0 is ready" in caplog.text)
+    until(lambda: "replica 0 is ready" in caplog.text, seen=lambda: caplog.text)
     os.kill(first[0], signal.SIGKILL)
     reason = "replica 0: the engine core was killed by SIGKILL"
     assert running.result.result(30) == Failed(reason)

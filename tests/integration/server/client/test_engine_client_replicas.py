@@ -80,8 +80,10 @@ from quire.server.client.replica import Replica
 from quire.server.client.replica_calls import _CLOCK_PINGS
 from tests.fakes import fake_core
 from tests.fakes.configs import engine_config
+from tests.fakes.frames import DEEP
 from tests.fakes.outputs import prompt_logprobs
-from tests.fakes.scripted_cores import LONG, Script, Scripted, endpoints, scripted, stop_checks, until, whole
+from tests.fakes.scripted_cores import LONG, Script, Scripted, endpoints, scripted, stop_checks, whole
+from tests.fakes.waiting import until_async
 from tests.unit.engine.scheduler.test_kv_events import with_events
 
 
@@ -141,7 +143,7 @@ async def test_requests_go_where_events_say_that_their_prefix_is(
                 blocks = engine.client._views.blocks_of(core.replica)
                 return None if blocks is None else len(blocks)
 
-            await until(lambda: found() == count)
+            await until_async(lambda: found() == count)
 
         for core in engine.cores:
             asked = await core.hear(FollowKVEvents)
@@ -212,7 +214,7 @@ async def test_a_kv_store_is_heard_of_while_its_replica_is_silent(tmp_path: Path
         replica, core = engine.client._replicas[0], engine.cores[0]
         replica.is_silent = True
         core.say(KVStoreState(KVStoreStats(memory_bytes=5)))
-        await until(lambda: engine.metrics.stores() == {"localhost": (KVStoreStats(memory_bytes=5), True)})
+        await until_async(lambda: engine.metrics.stores() == {"localhost": (KVStoreStats(memory_bytes=5), True)})
         assert replica.is_silent
 
 
@@ -410,7 +412,7 @@ async def test_requests_leave_a_silent_replica(tmp_path: Path) -> None:
         DATA_PARALLEL_RANK.reset(chosen)
         assert await engine.of("begun") is await engine.of("fresh") is silent
         silent.tell(EngineCoreOutput("begun", [7]))
-        await until(lambda: engine.client._running["begun"].delivered)
+        await until_async(lambda: engine.client._running["begun"].delivered)
         engine.check_silence(silent, 0.9)
         assert engine.client._live_replicas() == [0, 1]
 
@@ -453,7 +455,7 @@ async def test_nothing_moves_while_all_replicas_are_silent_or_this_process_stood
         stop_checks(engine.client)
         assert engine.client._running["a"].replica == core.replica
         core.say(ProbeReply(-1))
-        await until(lambda: engine.client._live_replicas() == [core.replica])
+        await until_async(lambda: engine.client._live_replicas() == [core.replica])
         for replica in engine.client._replicas.values():
             replica.is_silent, replica.heard_at = False, engine.client.loop.time() - 60.0
         assert engine.client._silence is not None
@@ -577,7 +579,6 @@ async def test_a_stop_or_an_abort_reaches_the_replica_that_has_the_request_now(t
 
 
 async def test_a_replica_that_answers_no_probe_is_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.client.replica_calls.PROBE_SECONDS", 0.5)
     async with scripted(tmp_path) as engine:
         health = asyncio.create_task(engine.client.probe())
         silent, good = engine.cores
@@ -585,14 +586,16 @@ async def test_a_replica_that_answers_no_probe_is_avoided(tmp_path: Path, monkey
         probe = await good.hear(Probe)
         good.say(ProbeReply(probe.call_id))
         await health  # one lives
-        await until(lambda: engine.client._live_replicas() == [1])
+        monkeypatch.setattr("quire.server.client.replica_calls.PROBE_SECONDS", 0.5)
+        with pytest.raises(EngineUnavailable, match=r"not answered for 0\.5 seconds"):
+            await engine.client.probe()
+        good.say(ProbeReply((await good.hear(Probe)).call_id))  # it lives after all
+        await until_async(lambda: engine.client._live_replicas() == [1])
         for number in range(4):
             engine.submit(str(number), [number])
             await good.hear(EngineCoreRequest)
-        with pytest.raises(EngineUnavailable, match=r"not answered for 0\.5 seconds"):
-            await engine.client.probe()
-        silent.tell(stats=EngineStats(steps=1))  # it lives after all
-        await until(lambda: engine.client._live_replicas() == [0])
+        silent.tell(stats=EngineStats(steps=1))
+        await until_async(lambda: engine.client._live_replicas() == [0, 1])
 
 
 async def test_the_queue_is_that_of_all_replicas(tmp_path: Path) -> None:
@@ -602,7 +605,7 @@ async def test_the_queue_is_that_of_all_replicas(tmp_path: Path) -> None:
         with pytest.raises(QueueFull, match="1 requests are waiting"):
             engine.submit("x", [1])
         engine.cores[0].tell(stats=EngineStats(running=1, waiting=2, steps=1))
-        await until(lambda: engine.metrics.of(0).waiting)
+        await until_async(lambda: engine.metrics.of(0).waiting)
         each = [engine.metrics.of(number) for number in (0, 1)]
         assert [sum(of.running for of in each), sum(of.waiting for of in each)] == [1, 2]
         with pytest.raises(QueueFull, match="2 requests are waiting"):
@@ -613,7 +616,8 @@ async def test_messages_that_cannot_be_decoded_are_dropped(tmp_path: Path, caplo
     async with scripted(tmp_path) as engine:
         stream = engine.submit("a", [1])
         core = await engine.of("a")
-        for message in (b"\xc1", b"", b"\x00" * 9, b"\x91\xa1\xff", msgspec.msgpack.encode(["EngineDead"])):
+        strange = (["EngineDead"], ["PrefixCacheReset", -1, "", 0, 0, DEEP])
+        for message in (b"\xc1", b"", b"\x00" * 9, b"\x91\xa1\xff", *map(msgspec.msgpack.encode, strange)):
             core._responses[0].send(message)
         core._responses[0].send_multipart([b"\x92", b"\xa1"])
         core.tell(EngineCoreOutput("a", [5], finish_reason="length"))
@@ -683,7 +687,7 @@ async def test_a_replica_that_was_added_gets_requests(tmp_path: Path) -> None:
         engine.submit("c", [1])
         assert (await engine.cores[1].hear(EngineCoreRequest)).request_id == "c"
         engine.cores[1].tell(EngineCoreOutput("c", [9], finish_reason="stop"), stats=EngineStats(steps=3, running=2))
-        await until(lambda: engine.metrics.of(1).steps)
+        await until_async(lambda: engine.metrics.of(1).steps)
         assert [(each.index, each.host, each.state) for each in engine.client.replicas] == [
             (0, "localhost", "up"),
             (1, "localhost", "up"),
@@ -733,7 +737,7 @@ async def test_what_has_not_ended_in_time_goes_on_elsewhere(tmp_path: Path, coun
         leaving.tell(EngineCoreOutput("a", [7]))
         assert (await stream.get())[0].token_ids == [7]
         engine.client.update(ReplicaDraining(leaving.replica, 0.0))
-        await until(lambda: drained)
+        await until_async(lambda: drained)
         engine.client.update(ReplicaRemoved(leaving.replica))
         if count == 1:
             engine.cores.append(Script(1, endpoints(tmp_path, 2)))
@@ -826,26 +830,36 @@ def echoed(number: int, count: int = 100) -> list[int]:
     return (prompt(number) * count)[:count]
 
 
-@pytest.mark.parametrize(("count", "number"), [(1, signal.SIGKILL), (2, signal.SIGSTOP)])
+@pytest.mark.parametrize(("count", "number", "watchdog_seconds"), [(1, signal.SIGKILL, 60.0), (2, signal.SIGSTOP, 5.0)])
 async def test_killing_or_stopping_a_replica_loses_no_stream_of_any_api_process(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, count: int, number: signal.Signals
+    config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    count: int,
+    number: signal.Signals,
+    watchdog_seconds: float,
 ) -> None:
     """It is started again, and gets requests again."""
-    config = replace(config, parallel=replace(config.parallel, watchdog_seconds=3.0))
-    async with running(config, monkeypatch, ["slow"] * count, 2) as (manager, clients, cores):
+    config = replace(config, parallel=replace(config.parallel, watchdog_seconds=watchdog_seconds))
+    async with running(config, monkeypatch, [f"held until {tmp_path / 'gate'}"] * count, 2) as (
+        manager,
+        clients,
+        cores,
+    ):
         for client in clients:
             await client.ready()
         streams = [clients[n % 2].submit([(str(n), prompt(n), LONG)], cache_salt=b"x") for n in range(50)]
         first = [(await stream.get())[0].token_ids for stream in streams]
-        assert all(0 < len(tokens) < 50 for tokens in first)
+        assert all(0 < len(tokens) <= fake_core.HELD_AT for tokens in first)
         victims = [sum(r.replica == 0 for r in client._running.values()) for client in clients]
         assert min(victims) > 5
         os.kill(cores[0].pid, number)
+        (tmp_path / "gate").touch()
         for n, (begun, stream) in enumerate(zip(first, streams, strict=True)):
             output = await whole(stream)
             assert begun + output.token_ids == echoed(n)
             assert output.finish_reason == "length"
-        await until(lambda: all(client._live_replicas() == list(range(count)) for client in clients))
+        await until_async(lambda: all(client._live_replicas() == list(range(count)) for client in clients))
         assert len(cores) == count + 1
         again = [client.submit([(f"again {client.index}", prompt(1), LONG)]) for client in clients]
         assert [(await whole(stream)).token_ids for stream in again] == [echoed(1)] * 2
@@ -855,34 +869,35 @@ async def test_killing_or_stopping_a_replica_loses_no_stream_of_any_api_process(
 
 
 async def test_streams_of_a_replica_that_hangs_go_on_before_it_is_declared_dead(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It gets requests again when it goes on."""
     config = replace(config, parallel=replace(config.parallel, watchdog_seconds=3600.0))
-    async with running(config, monkeypatch, ["slow", "slow"], 2) as (_, clients, cores):
+    async with running(config, monkeypatch, [f"held until {tmp_path / 'gate'}"] * 2, 2) as (_, clients, cores):
         for client in clients:
             await client.ready()
         streams = [clients[n % 2].submit([(str(n), prompt(n), LONG)], cache_salt=b"x") for n in range(20)]
         first = [(await stream.get())[0].token_ids for stream in streams]
         os.kill(cores[0].pid, signal.SIGSTOP)
+        (tmp_path / "gate").touch()
         try:
             late = [client.submit([(f"late {client.index}", prompt(1), LONG)]) for client in clients]
             for n, (begun, stream) in enumerate(zip(first, streams, strict=True)):
                 assert begun + (await whole(stream)).token_ids == echoed(n)
             assert [(await whole(stream)).token_ids for stream in late] == [echoed(1)] * 2
-            assert all(client._live_replicas() == [1] for client in clients)
+            await until_async(lambda: all(client._live_replicas() == [1] for client in clients))
         finally:
             os.kill(cores[0].pid, signal.SIGCONT)
-        await until(lambda: all(client._live_replicas() == [0, 1] for client in clients))
+        await until_async(lambda: all(client._live_replicas() == [0, 1] for client in clients))
     assert [core.returncode for core in cores] == [0, 0]
 
 
 @pytest.mark.parametrize("drain_seconds", [0.0, 60.0])
 async def test_replicas_come_and_go_under_open_streams(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, drain_seconds: float
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drain_seconds: float
 ) -> None:
     """From one to three, to one."""
-    async with running(config, monkeypatch, ["slow"], 2) as (manager, clients, cores):
+    async with running(config, monkeypatch, [f"held until {tmp_path / 'gate'}"], 2) as (manager, clients, cores):
         for client in clients:
             await client.ready()
 
@@ -892,17 +907,18 @@ async def test_replicas_come_and_go_under_open_streams(
         streams = submit(0)
         first = {n: (await stream.get())[0].token_ids for n, stream in streams.items()}
         manager.supervisor.call(lambda: manager.resize(3, 30.0))
-        await until(lambda: all(client._live_replicas() == [0, 1, 2] for client in clients))
+        await until_async(lambda: all(client._live_replicas() == [0, 1, 2] for client in clients))
         more = submit(20)
         assert {each.replica for client in clients for each in client._running.values()} >= {1, 2}
         first |= {n: (await stream.get())[0].token_ids for n, stream in more.items()}
         manager.supervisor.call(lambda: manager.resize(1, drain_seconds))
-        await until(lambda: all([each.index for each in client.replicas] == [0] for client in clients))
+        (tmp_path / "gate").touch()
+        await until_async(lambda: all([each.index for each in client.replicas] == [0] for client in clients))
         for n, stream in (streams | more).items():
             output = await whole(stream)
             assert first[n] + output.token_ids == echoed(n)
             assert output.finish_reason == "length"
-        await until(lambda: [core.poll() for core in cores] == [None, 0, 0])
+        await until_async(lambda: [core.poll() for core in cores] == [None, 0, 0])
 
 
 # --- profiles -------------------------------------------------------------------------------------------------
@@ -973,7 +989,7 @@ async def test_a_replica_that_is_removed_while_a_profile_is_stopped_has_no_trace
         stopping = asyncio.create_task(Profiler(engine.client).stop(io.BytesIO()))
         for _ in range(_CLOCK_PINGS):
             second.say(ClockReply((await second.hear(ClockPing)).call_id, 1, 0, time.time_ns()))
-        await until(lambda: not any(number == 1 for number, _ in engine.client.calls.waiting))
+        await until_async(lambda: not any(number == 1 for number, _ in engine.client.calls.waiting))
         engine.client.update(ReplicaRemoved(1))
         stop = await answer_pings(first)
         for each in (-1, 0):

@@ -33,7 +33,8 @@ from quire.server.client.engine_client import EngineClient
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import OutputStream
 from quire.server.client.replica import Replica
-from tests.fakes.scripted_cores import LONG, Script, Scripted, endpoints, scripted, stop_checks, until, whole
+from tests.fakes.scripted_cores import LONG, Script, Scripted, endpoints, scripted, stop_checks, whole
+from tests.fakes.waiting import until_async
 
 PROMPT = list(range(400))
 
@@ -142,7 +143,7 @@ async def test_the_prompts_replica_is_silent(tmp_path: Path) -> None:
         assert (await first.hear(AbortRequests)).request_ids == ["a"]
         hand_over(first)
         running = engine.client._running["a"]
-        await until(lambda: not running.leaving)
+        await until_async(lambda: not running.leaving)
         await finish(second, stream, [])
         assert books_are_even(engine.client)
 

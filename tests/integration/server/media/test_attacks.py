@@ -25,9 +25,9 @@ from quire.server.media.addresses import Address
 from quire.server.media.download import Downloader, Fetched, FetchSettings
 from quire.server.media.fetcher import Fetcher, FetcherDied
 
-OPEN = FetchSettings(networks=("127.0.0.0/8",), timeout=5.0, max_bytes=10_000)
+OPEN = FetchSettings(networks=("127.0.0.0/8",), timeout=60.0, max_bytes=10_000)
 IMPATIENT = FetchSettings(networks=("127.0.0.0/8",), timeout=0.3, max_bytes=10_000)
-PUBLIC = FetchSettings(timeout=5.0, max_bytes=10_000)
+PUBLIC = FetchSettings(timeout=60.0, max_bytes=10_000)
 OK = b"HTTP/1.1 200 OK\r\n"
 FILE = OK + b"Content-Length: 4\r\n\r\nfile"
 DOT = 0.05
@@ -205,7 +205,7 @@ async def test_this_host_is_not_contacted_by_default(host: str) -> None:
 
 async def test_a_redirect_leaves_the_allowed_domains() -> None:
     _, resolve = names(["127.0.0.1"])
-    settings = FetchSettings(domains=("images.example",), timeout=5.0, max_bytes=10_000)
+    settings = FetchSettings(domains=("images.example",), timeout=60.0, max_bytes=10_000)
     async with Server(redirect("http://other.example/")).running() as server:
         message = await got(settings, f"http://images.example:{server.port}/", resolve)
     assert message == "other.example is not one of the hosts that --allowed-media-domains allows"

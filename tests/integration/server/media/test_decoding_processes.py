@@ -30,5 +30,5 @@ async def test_a_process_is_killed_also_without_a_descriptor(
             monkeypatch.setattr(os, "pidfd_open", refuse)
             with pytest.raises(MediaUnavailable):
                 await decoders._end(process.pid)
-            assert process.wait(10) == -signal.SIGKILL
+            assert process.wait() == -signal.SIGKILL
     await decoders._end(process.pid)  # there is none

@@ -21,10 +21,10 @@ from tests.fakes.processors import write_processor
 
 HELPER = """
 import os, threading, time
+import msgspec
 from msgspec.structs import replace
 from quire.server.media import decoder
 from quire.engine.protocol.media import MediaArray
-from tests.fakes.frames import DEEP
 
 attack, answer, write, end = "", decoder._answer, decoder._write, os._exit
 
@@ -47,7 +47,7 @@ def changed(order, *others):
         case "grids":
             found = replace(found, grids=())
         case "deep":
-            found = ["Refused", "", DEEP]
+            found = ["Refused", "", msgspec.Raw(bytes([0x91] * 5000 + [0xc0]))]
     return found, arrays
 
 def stay(found, arrays, target):

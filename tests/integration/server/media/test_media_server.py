@@ -6,10 +6,10 @@ import asyncio
 import base64
 import contextlib
 import io
+import itertools
 import os
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from quire.server.media.uploads import Uploads
 from tests.fakes.arrays import npy, safetensors
 from tests.fakes.pdfs import pdf
 from tests.fakes.processors import write_processor
+from tests.fakes.waiting import until, until_async
 
 MAX_PIXELS = 500_000
 
@@ -110,7 +111,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
     thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
-    assert ready.wait(10)
+    ready.wait()
     yield hosts[0]
     hosts[0].loop.call_soon_threadsafe(ended.put_nowait, None)
     thread.join()
@@ -240,7 +241,7 @@ def test_names_of_an_owner_do_not_displace_those_of_others(monkeypatch: pytest.M
 async def test_urls_of_a_silent_host_leave_turns_for_others(host: Host, client: MediaClient) -> None:
     host.site.pages = {"http://site/other": Fetched(picture("blue"), None)}
     silent = asyncio.create_task(client.load([source(url=f"http://silent/{number}") for number in range(100)]))
-    await until(lambda: len(host.site.fetched) == 32)
+    await until_async(lambda: len(host.site.fetched) == 32)
     await client.load([source(url="http://site/other")])
     silent.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -255,14 +256,14 @@ async def test_items_of_an_owner_leave_a_decoder_for_others(
 
     async def slow(data: bytes, order: DecodeOrder, open_target: Callable[[int], int]) -> Decoded | Refused:
         begun.append(data)
-        while data != other and not ends.is_set():
-            await asyncio.sleep(0.01)
+        if data != other:
+            await until_async(ends.is_set)
         return await decode(data, order, open_target)
 
     monkeypatch.setattr(host.server.decoders, "decode", slow)
     other, many = picture("#010203"), [picture(f"#0405{number:02}") for number in range(10, 16)]
     loads = [asyncio.create_task(client.load([source(data)], "alice")) for data in many]
-    await until(lambda: len(begun) == 2)
+    await until_async(lambda: len(begun) == 2)
     await client.load([source(other)], "bob")
     assert [data == other for data in begun] == [False, False, True]
     ends.set()
@@ -290,12 +291,28 @@ async def test_options_of_a_request_make_another_item(host: Host, client: MediaC
         await client.load([MediaSource("image", "p", data=data, options={"patch_size": 7})])
 
 
-async def test_a_url_is_fetched_again_when_its_server_says_so(host: Host, client: MediaClient) -> None:
+async def test_a_url_is_fetched_again_when_its_server_says_so(
+    host: Host, client: MediaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host.site.pages = {f"http://site/{age}": Fetched(picture("black"), age) for age in (None, 100.0, 0.0)}
+    load, fetch, num_asked = host.server.load, host.site.fetch, 0
+
+    async def noted(sources: Sequence[MediaSource], owner: str) -> LoadedMedia:
+        nonlocal num_asked
+        num_asked += 1
+        return await load(sources, owner)
+
+    async def fetch_for_all(url: str, max_bytes: int | None = None) -> Fetched:
+        await until_async(lambda: num_asked % 6 == 0, seen=lambda: num_asked)  # all of them are there
+        return await fetch(url, max_bytes)
+
+    monkeypatch.setattr(host.server, "load", noted)
+    monkeypatch.setattr(host.site, "fetch", fetch_for_all)
     for _ in range(2):
         await asyncio.gather(*(client.load([source(url=url)]) for url in 2 * list(host.site.pages)))
     assert sorted(host.site.fetched) == ["http://site/0.0", "http://site/0.0", "http://site/100.0", "http://site/None"]
     assert len(host.orders) == 1
+    num_asked = -1
     with pytest.raises(InvalidParameter, match="404") as refused:
         await client.load([source(url="http://absent/")])
     assert refused.value.param == "messages[0].content[1]"
@@ -443,7 +460,7 @@ async def test_items_wait_for_the_space_that_they_need_and_others_go_on(
     first = await client.load([large("tomato")])
     host.orders.clear()
     second = asyncio.create_task(client.load([large("coral")]))
-    await until(lambda: len(host.orders) == 1)
+    await until_async(lambda: len(host.orders) == 1)
     await client.load([source(picture(color)) for color in ("plum", "peru")])
     assert not second.done()
     client.release(first.lease)
@@ -465,8 +482,7 @@ async def test_a_request_does_not_wait_for_the_space_of_its_own_known_item(
         await reserve(num_bytes)
 
     async def fetch_then(url: str, max_bytes: int | None = None) -> Fetched:
-        while not waits.is_set():
-            await asyncio.sleep(0.01)
+        await until_async(waits.is_set)
         return Fetched(picture("tan", size), None)
 
     monkeypatch.setattr(store, "reserve", reserve_and_tell)
@@ -522,14 +538,22 @@ async def test_the_death_of_a_decoder_concerns_its_item_only(host: Host, victim:
         await client.load([source(picture("purple"))])
     else:
         children = Path(f"/proc/{helper.pid}/task/{helper.pid}/children")
-        killed = asyncio.create_task(client.load([source(big(0))]))
-        await asyncio.to_thread(kill_busy, children)
-        await killed  # it may not have been the file
-        killed = asyncio.create_task(client.load([source(big(1))]))
-        for _ in range(2):
-            await asyncio.to_thread(kill_busy, children)
+        numbers = itertools.count()
+        loads = list[asyncio.Task[LoadedMedia]]()
+
+        async def are_killed(deaths: int) -> bool:
+            loading = client.load([source(big(next(numbers)))])
+            loads.append(asyncio.create_task(asyncio.wait_for(loading, 120)))
+            killed = [await asyncio.to_thread(kill_busy, children, loads[-1]) for _ in range(deaths)]
+            if not all(killed):  # it was done before they were found
+                await asyncio.wait(loads)
+            return all(killed)
+
+        await until_async(lambda: are_killed(1), seen=lambda: loads)
+        await loads[-1]  # it may not have been the file
+        await until_async(lambda: are_killed(2), seen=lambda: loads)
         with pytest.raises(InvalidParameter, match="too much time or memory"):
-            await killed
+            await loads[-1]
         await client.load([source(picture("orange"))])
     client.close()
     host.settle()
@@ -542,53 +566,60 @@ def big(number: int) -> bytes:
     return file.getvalue()
 
 
-def kill_busy(children: Path) -> None:
-    """Kill a fork that is confined, as it is when it begins to decode; returns when it is gone."""
-    until = time.monotonic() + 10
-    while True:
+def kill_busy(children: Path, load: asyncio.Task[Any]) -> bool:
+    """Kill a fork that is confined, as it is when it begins to decode; returns when it is gone, or the load is over."""
+    while not load.done():
         for pid in children.read_text().split():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text():
                     os.kill(int(pid), signal.SIGKILL)
-                    while pid in children.read_text().split():
-                        time.sleep(0.001)
-                    return
-        assert time.monotonic() < until
+                    until(lambda pid=pid: pid not in children.read_text().split(), seen=children.read_text)  # type: ignore[misc]
+                    return True
+    return False
 
 
 async def test_leases_end_with_their_process_unless_another_adopts_them(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that nobody was told of ends at once, also if the process fails before it tells anybody."""
-    monkeypatch.setattr(media_server, "ORPHAN_SECONDS", 0.5)
-    maker, adopter = MediaClient(host.socket), MediaClient(host.socket)
-    lost, late, kept = [await maker.load([source(picture(color))]) for color in ("navy", "teal", "lime")]
-    maker.hand_over(late.lease)
-    maker.hand_over(kept.lease)
+    first, second, adopter = (MediaClient(host.socket) for _ in range(3))
+    lost, waiting, kept = [await first.load([source(picture(color))]) for color in ("navy", "teal", "lime")]
+    late = await second.load([source(picture("lime"))])
+    for maker, handed_over in ((first, waiting), (first, kept), (second, late)):
+        maker.hand_over(handed_over.lease)
     assert await adopter.adopt(kept.lease) == kept
-    maker.close()
-    await until(lambda: host.server.store.leased(lost.lease) is None)
-    assert host.server.store.leased(late.lease) is not None
-    await until(lambda: host.server.store.leased(late.lease) is None)
+    monkeypatch.setattr(media_server, "ORPHAN_SECONDS", 3600.0)
+    first.close()
+    await until_async(lambda: host.server.store.leased(lost.lease) is None)
+    assert await adopter.adopt(waiting.lease) == waiting
+    adopter.release(waiting.lease)
+    monkeypatch.setattr(media_server, "ORPHAN_SECONDS", 0.1)
+    second.close()
+    await until_async(lambda: host.server.store.leased(late.lease) is None)
     assert host.server.store.leased(kept.lease) is not None
     with pytest.raises(MediaUnavailable, match="no longer there"):
         await adopter.adopt(late.lease)
     adopter.release(kept.lease)
-    await until(lambda: host.server.store.leased(kept.lease) is None)
+    await until_async(lambda: host.server.store.leased(kept.lease) is None)
     adopter.close()
     host.settle()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def test_work_that_nobody_waits_for_any_more_is_cancelled(host: Host, client: MediaClient) -> None:
+async def test_work_that_nobody_waits_for_any_more_is_cancelled(
+    host: Host, client: MediaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host.site.pages = {"http://slow/": Fetched(picture("olive"), None)}
+    fetch = host.site.fetch
+
+    async def fetch_again_only(url: str, max_bytes: int | None = None) -> Fetched:
+        if not host.site.fetched:
+            host.site.fetched.append(url)
+            await asyncio.Event().wait()
+        return await fetch(url, max_bytes)
+
+    monkeypatch.setattr(host.site, "fetch", fetch_again_only)
     waiting = [asyncio.create_task(client.load([source(url="http://slow/")])) for _ in range(2)]
-    await until(lambda: bool(host.site.fetched))
+    await until_async(lambda: bool(host.site.fetched))
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import resource
 from collections import deque
 from dataclasses import replace
@@ -593,6 +593,15 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
     assert core.scheduler.requests.keys() == {"good"}
 
 
+def is_open(file: Path) -> bool:
+    """Whether this process has a file open, which may have been deleted."""
+    opened = list[str]()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            opened.append(str(descriptor.readlink()))
+    return any(each.removesuffix(" (deleted)") == str(file) for each in opened)
+
+
 def test_a_request_whose_images_cannot_be_opened_may_come_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -609,11 +618,10 @@ def test_a_request_whose_images_cannot_be_opened_may_come_again(
 
     assert answer() == (engine_core._LOST_MEDIA, True)
     file.touch()
-    num_open = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(media_files, "_RESERVE", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         assert answer() == (f"{engine_core._UNREADABLE}: Too many open files", True)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not is_open(file)
     error, is_unavailable = answer()
     assert "the model takes no images" in str(error)
     assert not is_unavailable
@@ -621,7 +629,7 @@ def test_a_request_whose_images_cannot_be_opened_may_come_again(
 
 def test_files_of_images_stay_until_the_last_step_that_reads_them(tmp_path: Path) -> None:
     """They may be deleted as soon as a request is aborted; its step may be in flight."""
-    file, num_open = tmp_path / "item", len(os.listdir("/proc/self/fd"))
+    file = tmp_path / "item"
     file.write_bytes(b"pixels")
     asked = MediaItem(bytes(16), "image", 0, 1, (MediaRun(0, 1),), data=MediaData((), 6, path=str(file)))
     plan = SchedulerOutput(0, [], [], [], media=MediaPlan([keep_open(asked)]))
@@ -631,8 +639,9 @@ def test_files_of_images_stay_until_the_last_step_that_reads_them(tmp_path: Path
     (item,) = received.encoded
     assert item.data is not None
     assert Path(item.data.path).read_bytes() == b"pixels"
+    assert is_open(file)
     del plan
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not is_open(file)
     with pytest.raises(FileNotFoundError):
         keep_open(asked)
 

@@ -35,6 +35,7 @@ from quire.engine.protocol.kv_store import MEMORY, DescribedBlock, KVTiersChange
 from quire.engine.scheduler.kv_events import KVEvents
 from tests.fakes.configs import engine_config
 from tests.fakes.kv_router import END, KVRouter
+from tests.fakes.waiting import until
 from tests.unit.engine.scheduler.test_kv_events import take, with_events
 from tests.unit.engine.scheduler.test_scheduler import Engine, tightened
 
@@ -297,13 +298,12 @@ def test_a_successor_goes_on_when_a_path_becomes_unusable(
         earlier.bind(str(live))
         earlier.listen()
         successor = Published(replace(config, waits_for_ports=True))
+        successor.state()  # it has looked, and looks again later
+        file.replace(live)  # before the path is free
     with closing(successor):
-        file.replace(live)
-        successor.state()
-        assert "KV events are not published yet: --kv-events-config: cannot use" in caplog.text
+        until(lambda: "KV events are not published yet: --kv-events-config: cannot use" in caplog.text)
         live.unlink()
-        successor.state()
-        assert live.is_socket()
+        until(live.is_socket)
         live.unlink()
         live.write_text("not the publisher's")
     assert [each.name for each in tmp_path.iterdir()] == ["live"]

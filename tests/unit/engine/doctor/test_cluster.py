@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +10,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from quire.engine.cluster.handshake import Hello
+from quire.engine.cluster.leader import Leader
 from quire.engine.cluster.reachability import Answer, Prober, Reached, Request
+from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.doctor import cluster
 from quire.engine.doctor.check import Check, ok
 from quire.engine.doctor.cluster import Cluster, Coordinator, Report
@@ -37,7 +39,7 @@ def answering(
     coordinator: Coordinator, where: Cluster, nodes: Sequence[int], check: Callable[[], Report]
 ) -> Iterator[None]:
     """The other hosts, as threads."""
-    there = [replace(where, node=node, port=coordinator._leader.port) for node in nodes]
+    there = [replace(where, node=node, port=coordinator._leader.port, seconds=60.0) for node in nodes]
     ends: list[str] = []
     threads = [threading.Thread(target=lambda each=each: ends.append(cluster.follow(each, check))) for each in there]
     for thread in threads:
@@ -47,7 +49,7 @@ def answering(
     finally:
         coordinator.close()
         for thread in threads:
-            thread.join(20)
+            thread.join()
         assert not any(ends)
 
 
@@ -55,12 +57,11 @@ def checked(
     nnodes: int = 2, nodes: Sequence[int] = (1,), seconds: float = 20.0, check: Callable[[], Report] = lambda: OWN
 ) -> tuple[dict[str, Report], dict[str, Check]]:
     """The other hosts' reports, and the checks between the hosts."""
-    with socket.create_server((ADDRESS, 0)) as free:
-        fixed = free.getsockname()[1]
-    where = Cluster(nnodes, 0, ADDRESS, 0, "", seconds, (fixed,))
+    (fixed,) = reserve_ports(ADDRESS, 1)
+    where = Cluster(nnodes, 0, ADDRESS, 0, "", seconds, (socket_port(fixed),))
     coordinator = Coordinator(where)
     reports, checks = dict[str, Report](), dict[str, Check]()
-    with answering(coordinator, where, nodes, check):
+    with fixed, answering(coordinator, where, nodes, check):
         for found in coordinator.check(OWN):
             if isinstance(found, Check):
                 checks[found.name] = found
@@ -111,8 +112,17 @@ def test_a_blocked_port_is_named_with_both_hosts(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_a_host_that_does_not_come_is_named() -> None:
-    reports, checks = checked(3, (1,), seconds=1.0)
+def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has joined before the time is over."""
+    wait = Leader.wait
+
+    def wait_from_then_on(leader: Leader, seconds: float) -> dict[int, Hello]:
+        while not leader.is_joined(1):
+            threading.Event().wait(0.01)
+        return wait(leader, seconds)
+
+    monkeypatch.setattr(Leader, "wait", wait_from_then_on)
+    reports, checks = checked(3, (1,), seconds=0.1)
     assert list(reports) == ["node 1 (127.0.0.1)"]
     assert checks["hosts"].status == "fault"
     assert "node 2 did not join" in checks["hosts"].found

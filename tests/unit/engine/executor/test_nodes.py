@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import selectors
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -137,8 +136,8 @@ class Hosts:
         leading = threading.Thread(target=lead)
         leading.start()
         try:
-            self.follower = Follower("127.0.0.1", self.options.master_port, hello, seconds=20, leader="node 0")
-            self.begin = msgspec.msgpack.decode(self.follower.receive(20), type=NodeStart)
+            self.follower = Follower("127.0.0.1", self.options.master_port, hello, seconds=60, leader="node 0")
+            self.begin = msgspec.msgpack.decode(self.follower.receive(60), type=NodeStart)
             if weights is None:
                 compare_weights(self.config, [self.follower])
             else:
@@ -152,7 +151,7 @@ class Hosts:
         leading.join()
         if self._error is not None:
             raise self._error
-        self.ranks = FakeRanks.made.get(timeout=5)
+        self.ranks = FakeRanks.made.get(timeout=30)
 
     def say(self, message: FromNode) -> None:
         """Send a message from node 1."""
@@ -175,14 +174,8 @@ class Hosts:
             FakeRanks.made.get()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+def hosts(monkeypatch: pytest.MonkeyPatch, free_port: int) -> Iterator[Hosts]:
     monkeypatch.setattr(nodes, "LocalRanks", FakeRanks)
     monkeypatch.setattr(follower, "_RECONNECT_MS", 5)  # node 1 is there before node 0 listens
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -194,7 +187,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
             tensor_parallel_size=2,
             pipeline_parallel_size=2,
             nnodes=2,
-            master_port=free_port(),
+            master_port=free_port,
             max_model_len=256,
             distributed_timeout_seconds=30.0,
         )
@@ -213,22 +206,22 @@ def test_plans_results_and_shutdown_reach_the_nodes(hosts: Hosts) -> None:
     assert executor.seconds["load weights"] == 2.0
     pending = [executor.submit(SchedulerOutput(step, [], [], []), 60.0) for step in range(3)]
     for step in range(3):
-        assert hosts.ranks.plans.get(timeout=5) == follower.receive(5) == encode(SchedulerOutput(step, [], [], []))
+        assert hosts.ranks.plans.get(timeout=30) == follower.receive(30) == encode(SchedulerOutput(step, [], [], []))
         hosts.say(ModelRunnerOutput(step, [step + 7]))
     assert [each.result().token_ids for each in pending] == [[7], [8], [9]]
     answers = SimpleQueue[RankReport]()
     executor.on_report = answers.put
     hosts.say(of_other := AdapterPrepared(b"an adapter", 3))
-    assert answers.get(timeout=5) == of_other  # although nothing waits for a result
+    assert answers.get(timeout=30) == of_other  # although nothing waits for a result
     hosts.ranks.on_report(of_own := AdapterPrepared(b"an adapter", 0))
-    assert answers.get(timeout=5) == of_own
+    assert answers.get(timeout=30) == of_own
     executor.set_log_level("error")
-    assert hosts.ranks.levels.get(timeout=5) == "error"
+    assert hosts.ranks.levels.get(timeout=30) == "error"
     executor.close()
-    assert hosts.ranks.end.get(timeout=5) == "closed"
+    assert hosts.ranks.end.get(timeout=30) == "closed"
     hosts.executor = None
     with pytest.raises(LinkEnded) as ended:
-        follower.receive(5)
+        follower.receive(30)
     assert ended.value.reason == ""
 
 
@@ -312,11 +305,11 @@ def test_a_node_that_is_lost_while_all_is_idle_is_named(hosts: Hosts) -> None:
     hosts.executor.check()
     assert hosts.follower is not None
     hosts.follower.close()
-    hosts.ends.get(timeout=5)
+    hosts.ends.get(timeout=30)
     with pytest.raises(WorkerError, match=r"node 1 \(127.0.0.1\) has left"):
         hosts.executor.check()
     hosts.executor.close("node 1 has left")
-    assert hosts.ranks.end.get(timeout=5) == "killed"
+    assert hosts.ranks.end.get(timeout=30) == "killed"
     hosts.executor = None
 
 
@@ -333,10 +326,11 @@ def test_a_rank_that_was_killed_here_is_named_although_others_complain_first(hos
     assert hosts.problem() == "rank 1 was killed by SIGKILL on node 0 (127.0.0.1)"
 
 
-def test_a_lost_node_is_named_although_ranks_complain_first(hosts: Hosts) -> None:
+def test_a_lost_node_is_named_although_ranks_complain_first(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts.start()
     hosts.ranks.say(problem=RankFailed("rank 0 failed: connection closed by peer", is_certain=False))
     assert hosts.follower is not None
+    monkeypatch.setattr(nodes, "_CAUSE_TIMEOUT", 60.0)
     threading.Timer(0.3, hosts.follower.close).start()
     assert hosts.problem() == "node 1 (127.0.0.1) has left"
 
@@ -356,7 +350,7 @@ def test_a_model_that_cannot_be_loaded_elsewhere_is_the_users_error(hosts: Hosts
     assert hosts.executor is not None
     hosts.say(WorkerFailed("tensor a is missing", is_certain=True, user_error=True))
     with pytest.raises(ConfigError, match=r"^node 1 \(127.0.0.1\): tensor a is missing$"):
-        hosts.executor.receive(0, 5.0)
+        hosts.executor.receive(0, 60.0)
 
 
 def test_other_weights_are_the_users_error(hosts: Hosts) -> None:
@@ -367,21 +361,28 @@ def test_other_weights_are_the_users_error(hosts: Hosts) -> None:
     assert str(error.value) == f"node 1 (127.0.0.1) {what}; copy the same model files to every host"
     assert hosts.follower is not None
     with pytest.raises(LinkEnded) as ended:
-        hosts.follower.receive(5)
+        hosts.follower.receive(30)
     assert (ended.value.reason, ended.value.is_final) == (str(error.value), True)
 
 
 def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts) -> None:
     hosts.start()
+
+    def heard(progress: NodeProgress) -> None:
+        assert hosts.executor is not None
+        hosts.say(progress)
+        while not hosts.executor._poll(5.0):
+            pass
+
     hosts.ranks.progress = [3, 3]
-    hosts.say(NodeProgress([3, 2]))
-    assert hosts.problem(0.5) == "rank 3 on node 1 (127.0.0.1) did not answer within 0 s"
+    heard(NodeProgress([3, 2]))
+    assert hosts.problem(0.1) == "rank 3 on node 1 (127.0.0.1) did not answer within 0 s"
     hosts.ranks.progress, hosts.ranks.waiting = [2, 2], [0]
-    hosts.say(NodeProgress([2, 2], [3]))
-    assert "rank 1 on node 0 (127.0.0.1) and rank 2 on node 1 (127.0.0.1) did not" in hosts.problem(0.5)
+    heard(NodeProgress([2, 2], [3]))
+    assert "rank 1 on node 0 (127.0.0.1) and rank 2 on node 1 (127.0.0.1) did not" in hosts.problem(0.1)
     hosts.ranks.progress, hosts.ranks.waiting = [-1, 3], []
-    hosts.say(NodeProgress([-1, -1]))
-    assert "rank 0 on node 0 (127.0.0.1) and ranks 2, 3 on node 1 (127.0.0.1) did not" in hosts.problem(0.5)
+    heard(NodeProgress([-1, -1]))
+    assert "rank 0 on node 0 (127.0.0.1) and ranks 2, 3 on node 1 (127.0.0.1) did not" in hosts.problem(0.1)
 
 
 def test_a_straggler_is_named_with_its_node(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
@@ -429,9 +430,9 @@ class Follows:
         self.ended: LinkEnded | None = None
         self._thread = threading.Thread(target=self._serve, args=(resolve(replace(options, node_rank=1)),))
         self._thread.start()
-        self.hello: Hello = self.leader.wait(20)[1]
+        self.hello: Hello = self.leader.wait(60)[1]
         self.leader.start(encode(NodeStart(40, "tcp://127.0.0.1:1")))
-        self.ranks = FakeRanks.made.get(timeout=20)
+        self.ranks = FakeRanks.made.get(timeout=60)
         self.ranks.say()
 
     def _serve(self, config: EngineConfig) -> None:
@@ -439,9 +440,9 @@ class Follows:
             self.ended = node.run()
 
     def end(self) -> LinkEnded:
-        self._thread.join(20)
+        self._thread.join(60)
         assert self.ended is not None
-        assert self.ranks.end.get(timeout=5) == "killed"
+        assert self.ranks.end.get(timeout=30) == "killed"
         return self.ended
 
     def reason(self) -> str:
@@ -458,11 +459,11 @@ def follows(hosts: Hosts) -> Iterator[Follows]:
 
 
 def test_a_node_sends_its_warnings(follows: Follows) -> None:
-    assert isinstance(follows.messages.get(timeout=5), WorkerReady)
+    assert isinstance(follows.messages.get(timeout=30), WorkerReady)
     log.RECENT.keep(record := LogRecord(1.0, "warning", "slow", "rank 3"))
     progress: list[NodeProgress] = []
     while not progress or not progress[-1].warnings:
-        message = follows.messages.get(timeout=5)
+        message = follows.messages.get(timeout=30)
         assert isinstance(message, NodeProgress)
         progress.append(message)
     assert progress[-1].warnings == [record]
@@ -472,7 +473,7 @@ def test_a_node_takes_over_the_log_level(follows: Follows) -> None:
     level = log._logger.level
     try:
         follows.leader.set_log_level("error")
-        assert follows.ranks.levels.get(timeout=5) == "error"  # and none before, as --log-config-file may have one
+        assert follows.ranks.levels.get(timeout=30) == "error"  # and none before, as --log-config-file may have one
         assert log._logger.level == logging.ERROR
     finally:
         log._logger.setLevel(level)
@@ -482,14 +483,14 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
     assert follows.hello.name == "node 1 (127.0.0.1)"
     assert follows.ranks.ranks == range(2, 4)
     assert (follows.ranks.config.cache.num_blocks, follows.ranks.init_method) == (40, "tcp://127.0.0.1:1")
-    assert follows.messages.get(timeout=5) == WorkerReady({"load weights": 1.0})
-    assert follows.messages.get(timeout=5) == NodeProgress([-1, -1], [], [RankStats(1, 0.5, 0.25)] * 2)
+    assert follows.messages.get(timeout=30) == WorkerReady({"load weights": 1.0})
+    assert follows.messages.get(timeout=30) == NodeProgress([-1, -1], [], [RankStats(1, 0.5, 0.25)] * 2)
     follows.leader.send(1, b"a plan")
-    assert follows.ranks.plans.get(timeout=5) == b"a plan"
+    assert follows.ranks.plans.get(timeout=30) == b"a plan"
     follows.ranks.say(result=ModelRunnerOutput(0, [4]))
-    assert follows.messages.get(timeout=5) == ModelRunnerOutput(0, [4])
+    assert follows.messages.get(timeout=30) == ModelRunnerOutput(0, [4])
     follows.ranks.on_report(prepared := AdapterPrepared(b"an adapter", 2))
-    assert follows.messages.get(timeout=5) == prepared
+    assert follows.messages.get(timeout=30) == prepared
     follows.leader.close()
     assert follows.reason() == ""
 
@@ -512,9 +513,9 @@ def test_a_node_reports_its_failure_and_gets_the_root_cause(
     follows: Follows, problem: Exception, reported: WorkerFailed
 ) -> None:
     for _ in range(2):
-        follows.messages.get(timeout=5)  # ready, and its progress
+        follows.messages.get(timeout=30)  # ready, and its progress
     follows.ranks.say(problem=problem)
-    assert follows.messages.get(timeout=5) == reported
+    assert follows.messages.get(timeout=30) == reported
     follows.leader.close("rank 0 was killed by SIGKILL on node 0")
     assert follows.reason() == "rank 0 was killed by SIGKILL on node 0"
 
@@ -529,7 +530,7 @@ def test_a_node_without_an_answer_ends_with_its_own_failure(follows: Follows, mo
     monkeypatch.setattr(nodes, "_REASON_TIMEOUT", 0.2)
     follows.ranks.say(problem=RankFailed("rank 3 failed: closed", is_certain=False))
     assert follows.reason() == "rank 3 failed: closed"
-    assert follows.lost.get(timeout=5) == "node 1 (127.0.0.1) has ended: rank 3 failed: closed"
+    assert follows.lost.get(timeout=30) == "node 1 (127.0.0.1) has ended: rank 3 failed: closed"
 
 
 def test_interfaces_follow_the_address_and_the_users_choice(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -556,9 +557,9 @@ def test_node_0_reports_a_node_with_a_wrong_address(hosts: Hosts, monkeypatch: p
     following = threading.Thread(target=follow)
     following.start()
     with pytest.raises(ConfigError) as reported:
-        leader.wait(10)
+        leader.wait(60)
     leader.close()
-    following.join(10)
+    following.join(60)
     assert [f"node 1 (192.0.2.9): {each}" for each in error] == [str(reported.value)]
     assert error[0].startswith("QUIRE_HOST_IP=192.0.2.9: no network interface")
 

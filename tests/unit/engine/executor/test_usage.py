@@ -5,9 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 
 from quire.engine.executor.usage import UsageSampler, read_gpu, read_usage
 from quire.engine.protocol.stats import GpuUsage, RankUsage
+from tests.fakes.waiting import until
 
 
 class FakeNvml(types.ModuleType):
@@ -103,13 +102,6 @@ def test_a_process_that_has_ended_has_no_usage() -> None:
         read_usage(last + 10_000_000, None)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("silent", "indices", "memory", "warning"),
     [
@@ -130,7 +122,7 @@ def test_each_process_is_sampled_with_its_gpu(
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*silent))
     sampler = UsageSampler([os.getpid()] * 2, indices)
     try:
-        wait_until(lambda: all(sampler.usage))
+        until(lambda: all(sampler.usage), seen=lambda: sampler.usage)
     finally:
         sampler.close()
     used = [None if each is None or each.gpu is None else each.gpu.memory_used for each in sampler.usage]
@@ -153,7 +145,7 @@ def test_no_sample_is_left_when_there_are_no_new_ones(
     monkeypatch.setattr("quire.engine.executor.usage._SECONDS", 0.01)
     sampler = UsageSampler([1], None)
     try:
-        wait_until(lambda: not samples and sampler.usage == [None])
+        until(lambda: not samples and sampler.usage == [None])
     finally:
         sampler.close()
     assert ("not sampled any more" in caplog.text) == isinstance(error, RuntimeError)

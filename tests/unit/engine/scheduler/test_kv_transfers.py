@@ -300,7 +300,7 @@ def test_a_silent_store_costs_one_request_little_and_then_nothing(
         assert clock.now - begin < 0.2
         assert not engine.received(LookUpKV)
     assert engine.copies.arenas[-1] == "", "ranks keep the memory of a store that may have ended"
-    assert caplog.messages == ["the KV store has not been heard of for 3 s; what it has is computed"]
+    assert caplog.messages == ["the KV store has been silent for 3 s; requests compute their prefixes until it answers"]
     del engine.store.handle
     engine.is_silent = False
     clock.now += 1.0
@@ -603,7 +603,7 @@ def test_what_is_stored_is_what_was_offered(clock: Clock, caplog: pytest.LogCapt
     engine.rest()
     assert not engine.copies.pending
     engine.transfers.on_copied(KVCopied(0, [1 << 40]))
-    assert "a copy that is not under way" in caplog.text
+    assert "a copy that is not in flight" in caplog.text
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, "state", "state")])

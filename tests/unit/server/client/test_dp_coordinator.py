@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ import pytest
 from quire.engine.cluster import control_plane, follower, network
 from quire.engine.cluster.control_plane import LinkEnded, Rejected
 from quire.engine.cluster.follower import Follower
+from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.leader import Leader
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig, KVStoreConfig
 from quire.engine.config.options import EngineOptions
@@ -37,6 +37,7 @@ from quire.server.client.dp_coordinator import (
     role,
 )
 from tests.fakes.configs import engine_config
+from tests.fakes.waiting import until
 
 
 @dataclass
@@ -211,8 +212,9 @@ def test_hosts_are_told_of_the_kv_store_of_one_that_comes_back(
     starting, members = site.api(one), [site.headless(two), site.headless(three)]
     api, stays, leaves = starting.result(30), *(member.result(30) for member in members)
     stays.watch(listener)
+    assert isinstance(api, DPLeader)
     for _ in range(2):
-        leaves.close()
+        leave(api, 2, leaves)
         leaves = site.headless(three).result(30)
         assert listener.notices.get(timeout=10) == (None, "other KV stores")
         expected = {api.kv_peer, stays.kv_peer, leaves.kv_peer}
@@ -344,10 +346,18 @@ def test_without_replicas_of_its_own_the_first_is_anothers(site: Site) -> None:
     assert starting.result(30).init_method == first.result(30).init_method == second.result(30).init_method
 
 
-def test_who_does_not_come_is_named(site: Site) -> None:
-    starting = site.api(site.config(3, None, 1, distributed_timeout_seconds=2.0))
+def test_who_does_not_come_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has joined before the time is over."""
+    wait = Leader.wait
+
+    def wait_from_then_on(leader: Leader, seconds: float) -> dict[int, Hello]:
+        until(lambda: leader.is_joined(1))
+        return wait(leader, seconds)
+
+    monkeypatch.setattr(Leader, "wait", wait_from_then_on)
+    starting = site.api(site.config(3, None, 1, distributed_timeout_seconds=0.6))
     member = site.headless(site.config(3, 1, 1))
-    with pytest.raises(ConfigError, match=r"replica 2 did not join at port \d+ within 2 s: 1 of 2 joined \(replica 1"):
+    with pytest.raises(ConfigError, match=r"replica 2 did not join at port \d+ within 1 s: 1 of 2 joined \(replica 1"):
         starting.result(30)
     with pytest.raises(ConfigError, match="replica 2 did not join"):
         member.result(30)
@@ -445,7 +455,8 @@ def test_the_log_level_reaches_hosts_without_an_api_also_later(listener: Listene
     member.watch(listener)
     api.set_log_level("debug")
     assert listener.notices.get(timeout=10) == (None, "debug")
-    member.close()
+    assert isinstance(api, DPLeader)
+    leave(api, 1, member)
     again = site.headless(site.config(2, 1, 1)).result(30)
     again.watch(listener)
     assert listener.notices.get(timeout=10) == (None, "debug")
@@ -618,10 +629,10 @@ def test_an_api_of_all_stays_for_nobody(site: Site) -> None:
         member.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until it is true; otherwise the test hangs."""
-    while not condition():
-        threading.Event().wait(0.01)
+def leave(api: DPLeader, replica: int, member: DPMember) -> None:
+    """The leader knows of it: another may join with the same number."""
+    member.close()
+    until(lambda: not api._leader.is_joined(replica))
 
 
 def test_peers_without_shared_experts_need_nobody(site: Site) -> None:

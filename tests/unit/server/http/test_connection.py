@@ -74,13 +74,30 @@ async def test_a_body_that_stops_is_not_waited_for(config: EngineConfig, core_mo
 async def test_a_body_that_goes_on_has_time(
     config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_BODY_RATE", 1)
-    async with run_server(config, **SOON) as server:
+    """Each time that the limit is over, some of it has come."""
+    monkeypatch.setattr(connection, "_BODY_RATE", 0.01)
+    made: list[connection.HttpProtocol] = []
+    connection_made = connection.HttpProtocol.connection_made
+
+    def note(one: connection.HttpProtocol, transport: asyncio.Transport) -> None:
+        made.append(one)
+        connection_made(one, transport)
+
+    monkeypatch.setattr(connection.HttpProtocol, "connection_made", note)
+    async with run_server(config) as server:
         reader, writer = await connect(server)
         writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY))
-        for at in range(0, len(BODY), 8):
-            writer.write(BODY[at : at + 8])
-            await asyncio.sleep(0.1)
+        while not (made and made[0]._phase == "body"):
+            await asyncio.sleep(0)
+        for byte in BODY[:-1]:
+            writer.write(bytes([byte]))
+            while not made[0]._num_bytes:
+                await asyncio.sleep(0)
+            timer = made[0]._timer
+            assert timer is not None
+            timer.cancel()
+            made[0]._on_time()
+        writer.write(BODY[-1:])
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
         writer.close()
 

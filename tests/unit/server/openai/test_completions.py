@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -21,6 +22,7 @@ from quire.server.openai.tokenize import DetokenizeRequest
 from tests.fakes import fake_core
 from tests.fakes.api_server import Server, run_server
 from tests.fakes.tokenizers import byte_level
+from tests.fakes.waiting import until_async
 
 USER: Any = [{"role": "user", "content": "hello world"}]
 ECHO = "user\nhello world\nassistant\n"
@@ -280,12 +282,10 @@ async def test_a_client_that_leaves_frees_its_request(server: Server, stream: bo
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
         writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
         await writer.drain()
-        while not server.frontend.client._running:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: server.frontend.client._running)
         writer.close()
         await writer.wait_closed()
-        while server.frontend.client._running:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: not server.frontend.client._running)
     await server.until_idle()
 
 
@@ -449,18 +449,32 @@ async def test_a_request_that_fails_leaves_the_others_alone(server: Server, stre
 
 @pytest.mark.parametrize(("command", "reason"), [("<die>", "rank 1 was killed"), ("<vanish>", "exited with code 3")])
 async def test_a_request_that_kills_the_core_is_given_up_and_the_others_go_on(
-    server: Server, command: str, reason: str
+    config: EngineConfig, core_mode: Callable[[str], None], tmp_path: Path, command: str, reason: str
 ) -> None:
+    (gate := tmp_path / "gate").touch()
+    core_mode(f"held until {gate}")
     body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
-    undisturbed = (await server.http.post("/v1/completions", json=body)).text
-    other = asyncio.create_task(server.http.post("/v1/completions", json=body, timeout=60))
-    while not any(running.delivered for running in server.frontend.client._running.values()):
-        await asyncio.sleep(0.001)
-    with pytest.raises(openai.InternalServerError, match=f"the engine died 3 times .*{reason}"):
-        await server.openai.completions.create(model="echo", prompt=command)
-    assert text((await other).text) == text(undisturbed)
-    assert (await server.http.get("/health")).status_code == 200
-    assert 'quire:engine_deaths_total{engine="0",model_name="echo"} 3.0' in (await server.http.get("/metrics")).text
+    async with run_server(config) as server:
+        undisturbed = (await server.http.post("/v1/completions", json=body)).text
+        gate.unlink()
+        other = asyncio.create_task(server.http.post("/v1/completions", json=body, timeout=60))
+        await until_async(lambda: any(each.delivered for each in server.frontend.client._running.values()))
+        kills = asyncio.create_task(server.openai.completions.create(model="echo", prompt=command))
+        died = 'quire:engine_deaths_total{engine="0",model_name="echo"} %d.0'
+        shown = list[str]()
+
+        async def has_died_twice() -> bool:
+            metrics = (await server.http.get("/metrics")).text.splitlines()
+            shown[:] = [line for line in metrics if line.startswith("quire:engine_deaths_total")]
+            return died % 2 in shown
+
+        await until_async(has_died_twice, seen=lambda: shown)
+        gate.touch()  # it goes on alone
+        with pytest.raises(openai.InternalServerError, match=f"the engine died 3 times .*{reason}"):
+            await kills
+        assert text((await other).text) == text(undisturbed)
+        assert (await server.http.get("/health")).status_code == 200
+        assert died % 3 in (await server.http.get("/metrics")).text
 
 
 @pytest.mark.parametrize(("command", "reason"), [("<die>", "rank 1 was killed"), ("<vanish>", "exited with code 3")])
@@ -475,8 +489,7 @@ async def test_without_restarts_every_request_and_health_report_the_death(
     async with run_server(config) as server:
         hanging = {"prompt": "a<hang>", "stream": True}
         waiting = asyncio.create_task(server.http.post("/v1/completions", json=hanging, timeout=60))
-        while not server.frontend.client._running:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: server.frontend.client._running)
         with pytest.raises(openai.InternalServerError, match=reason):
             await server.openai.completions.create(model="echo", prompt=command)
         *_, event, done = [line for line in (await waiting).text.splitlines() if line]

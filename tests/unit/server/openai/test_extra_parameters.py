@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.openai.completions import CompletionRequest, _CompletionFormatter
 from quire.server.text.output_processor import TextDelta
 from tests.fakes.api_server import Server, run_server
+from tests.fakes.fake_core import HELD_AT
 
 USER: Any = [{"role": "user", "content": "hello world"}]
 ECHO = "user\nhello world\nassistant\n"
@@ -232,13 +234,23 @@ async def test_the_server_may_name_tokens_by_their_ids(config: EngineConfig, cor
 
 
 @pytest.mark.parametrize("by_server", [False, True])
-async def test_usage_in_every_chunk(config: EngineConfig, core_mode: Callable[[str], None], by_server: bool) -> None:
-    core_mode("slow")  # or outputs may merge
+async def test_usage_in_every_chunk(
+    config: EngineConfig, core_mode: Callable[[str], None], tmp_path: Path, by_server: bool
+) -> None:
+    core_mode(f"held until {tmp_path / 'gate'}")  # outputs before and behind it do not merge
     asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     options = {} if by_server else asked
     async with run_server(config, enable_force_include_usage=by_server) as server:
         for route, body in (("completions", {"prompt": "hello world"}), ("chat/completions", {"messages": USER})):
-            *chunks, last = await streamed(server, route, **body, **options, n=2)
+            (tmp_path / "gate").unlink(missing_ok=True)
+            events: list[dict[str, Any]] = []
+            body |= {**options, "n": 2, "stream": True, "max_tokens": HELD_AT + 2, "ignore_eos": True}
+            async with server.http.stream("POST", f"/v1/{route}", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        events.append(json.loads(line.removeprefix("data: ")))
+                        (tmp_path / "gate").touch()
+            *chunks, last = events
             counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
             assert counts == sorted(counts)
             assert counts[0] < counts[-1] == last["usage"]["completion_tokens"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -324,9 +323,8 @@ def test_the_users_mistakes_are_one_line(
     assert 'pip install "quire-llm[bench]"' in refusal(capsys, "serve", "--plot", str(tmp_path / "run.png"))
 
 
-def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], free_port: int) -> None:
+    port = str(free_port)
     line = refusal(capsys, "serve", "--port", port)
     assert line.startswith(f"quire: error: cannot read http://127.0.0.1:{port}/v1/models: Connection refused")
     assert "failed the first request" in refusal(capsys, "serve", "--port", port, "--model", "named")
