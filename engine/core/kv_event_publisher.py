@@ -117,7 +117,7 @@ class KVEventPublisher:
         self._unopened = [(self._publisher, of_replica(config.endpoint, replica), False)]
         """Sockets that are not bound or connected yet, where they are to be, and whether they listen in any case."""
         self._paths: list[Path] = []
-        """Of the sockets that listen there."""
+        """Socket files that this publisher has bound."""
         self._replayer: zmq.Socket[bytes] | None = None
         if config.replay_endpoint is not None:
             self._replayer = self._context.socket(zmq.ROUTER)
@@ -211,7 +211,7 @@ class KVEventPublisher:
             if self._unopened:
                 try:
                     self._open_sockets()
-                except ConfigError as error:  # the server goes on, and the cause may be mended
+                except ConfigError as error:  # keep serving: the cause may go away
                     refused.add(error)
                 if not self._unopened:
                     known: list[KVEvent] = [AllBlocksCleared(), *self._view.events()]  # subscribers know others
@@ -324,8 +324,8 @@ class KVEventPublisher:
         socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
     def _open_sockets(self) -> None:
-        """Open those that are not open yet, except those that wait for another server. Can be called again. Raises
-        `ConfigError`."""
+        """Open the remaining sockets, except those whose endpoint an earlier server still uses. Can be called again.
+        Raises `ConfigError`."""
         for entry in [*self._unopened]:
             socket, endpoint, listens = entry
             host, path = _host(endpoint), _path(endpoint)
@@ -347,7 +347,8 @@ class KVEventPublisher:
             self._unopened.remove(entry)
 
     def _close_sockets(self, linger: int) -> None:
-        """Free paths before the sockets close: then they are still this publisher's. `linger` is in milliseconds."""
+        """Remove the socket files, then close the sockets: once they are closed, a successor may have bound the paths.
+        `linger` is in milliseconds."""
         for path in self._paths:
             with contextlib.suppress(OSError):
                 if path.is_socket():
@@ -356,13 +357,14 @@ class KVEventPublisher:
 
 
 def _path(endpoint: str) -> Path | None:
-    """The file that an endpoint is; None: it is an address, Linux's abstract socket, or a file that ZeroMQ chooses."""
+    """Return the socket file of an `ipc://` endpoint; None for TCP, abstract sockets, and paths that ZeroMQ chooses."""
     name = endpoint.removeprefix("ipc://")
     return None if name == endpoint or name.startswith(("@", "*")) else Path(name)
 
 
 def _check_free(path: Path) -> None:
-    """Check that ZeroMQ may remove what is there. Raises `OSError`, which is EADDRINUSE if somebody listens there."""
+    """Check that no other process loses `path`, which ZeroMQ removes before it binds. Raises `OSError`: EADDRINUSE if a
+    process listens there, EEXIST if it is not a socket."""
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise FileExistsError(errno.EEXIST, "not a socket")
@@ -371,7 +373,7 @@ def _check_free(path: Path) -> None:
             probe.connect(str(path))
     except (FileNotFoundError, ConnectionRefusedError):
         return
-    raise OSError(errno.EADDRINUSE, "somebody listens")
+    raise OSError(errno.EADDRINUSE, "a process listens there")
 
 
 def _host(endpoint: str) -> str:
